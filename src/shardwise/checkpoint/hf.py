@@ -1,0 +1,118 @@
+"""From a checkpoint to a standard Hugging Face folder, tensor group by tensor group in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, list_checkpoints, load_tensors
+from shardwise.errors import UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PREFIX = "model."
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint folder from what users give: the folder itself, a run's output folder, or its checkpoints folder."""
+    if (path / STATE).is_dir():
+        return path
+    for root in (path / "checkpoints", path):
+        if found := list_checkpoints(root):
+            return found[-1]
+    raise UserError("checkpoint", str(path), "holds no checkpoint" if path.exists() else "there is no such folder",
+                    "give a run's output folder or one of its checkpoints/step-… folders")  # fmt: skip
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    target: Path,
+    dtype: str = "auto",
+    shard_size: int = 4 << 30,
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+    verified: bool = False,
+) -> Path:
+    """Writes a folder that `transformers` loads; the folder appears whole or not at all."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())) and not overwrite:
+        raise UserError("target", str(target), "exists and is not empty", "choose another folder or pass --overwrite")
+    if not verified:
+        check_whole(checkpoint)
+    kind = _dtype(checkpoint, dtype)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint / MODEL, partial)
+        groups = list(_groups(checkpoint, kind, shard_size))
+        weight_map: dict[str, str] = {}
+        total = 0
+        for number, group in enumerate(groups, 1):
+            name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            total += _write_group(checkpoint, group, partial / name, kind)
+            weight_map |= dict.fromkeys((key for key, _, _ in group), name)
+            say(f"wrote {name}")
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        _stamp_dtype(partial / "config.json", kind)
+        shutil.copy(checkpoint / RUN, partial / "shardwise_run.json")
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def _groups(checkpoint: Path, kind: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
+    """Tensors of the model, in files of at most `limit` bytes (a larger tensor gets a file of its own)."""
+    metadata = dcp.FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata
+    group: list[tuple[str, torch.Size, torch.dtype]] = []
+    size = 0
+    for name, entry in metadata.items():
+        if not name.startswith(PREFIX):
+            continue
+        stored: Any = entry
+        saved = stored.properties.dtype
+        bytes_ = stored.size.numel() * (kind if saved.is_floating_point else saved).itemsize
+        if group and size + bytes_ > limit:
+            yield group
+            group, size = [], 0
+        group.append((name.removeprefix(PREFIX), stored.size, saved))
+        size += bytes_
+    if group:
+        yield group
+
+
+def _write_group(checkpoint: Path, group: list[tuple[str, torch.Size, torch.dtype]], file: Path, kind: torch.dtype) -> int:
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, size, saved in group:  # one at a time: besides the group only one tensor in its saved type is held
+        tensor = torch.empty(size, dtype=saved)
+        load_tensors(checkpoint, {PREFIX + name: tensor}, None)
+        tensors[name] = tensor.to(kind) if saved.is_floating_point else tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _dtype(checkpoint: Path, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    config = json.loads((checkpoint / MODEL / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
+
+
+def _stamp_dtype(file: Path, kind: torch.dtype) -> None:
+    config = json.loads(file.read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(kind).removeprefix("torch.")
+    config["use_cache"] = True
+    file.write_text(json.dumps(config, indent=2))

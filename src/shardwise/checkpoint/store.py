@@ -1,0 +1,187 @@
+"""Saves and loads the state of a run: distributed, in the background, atomic, verified.
+
+A checkpoint is one folder, `step-00000100`:
+  state/          tensors, written by PyTorch's distributed checkpoint; loads on any number of ranks and any ZeRO stage
+  model/          config, tokenizer and generation settings of the Hugging Face model
+  trainer.json    step, data position, loss scale, best evaluation
+  run.json        the resolved config
+  manifest.json   size and hash of all the above (integrity.py)
+It is written under a hidden name and renamed when every rank is done, so a crash at any byte leaves the previous whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_manifest, sync_folder, verify, write_manifest
+from shardwise.errors import UserError
+
+STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"step-{step:08d}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Completed-looking checkpoints of a run, oldest first."""
+    return sorted(p for p in root.glob("step-*") if p.is_dir())
+
+
+class CheckpointStore:
+    """The checkpoints of one run, written one at a time."""
+
+    def __init__(self, root: Path, keep: int, background: bool, group: dist.ProcessGroup) -> None:
+        self.root, self.keep, self.background, self.group = root, keep, background, group
+        self.is_main = dist.get_rank(group) == 0
+        self._worker: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        if self.is_main:
+            root.mkdir(parents=True, exist_ok=True)
+            for left_over in root.glob(".step-*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+        dist.barrier(group=group)
+
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Any],
+        trainer: dict[str, Any],
+        run_json: str,
+        write_model: Callable[[Path], None],
+        best_step: int | None,
+    ) -> None:
+        """Copies the state and returns; the files appear in the background. Waits for an earlier save first."""
+        self.wait()
+        partial = self.root / f".step-{step:08d}"
+        if self.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / MODEL).mkdir(parents=True)
+            (partial / TRAINER).write_text(json.dumps(trainer, indent=1))
+            (partial / RUN).write_text(run_json)
+            write_model(partial / MODEL)
+        dist.barrier(group=self.group)
+        writer = dcp.FileSystemWriter(partial / STATE, single_file_per_rank=True, sync_files=True)
+        future: Any = dcp.async_save(_detached(tensors), storage_writer=writer, process_group=self.group)
+        self._worker = threading.Thread(
+            target=self._finish, args=(step, partial, future, best_step), name=f"checkpoint-{step}", daemon=True
+        )
+        self._worker.start()
+        if not self.background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last save is complete on every rank; raises if it failed."""
+        if self._worker is not None:
+            self._worker.join()
+            self._worker = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise OSError(f"saving a checkpoint failed: {failure}") from failure
+
+    def _finish(self, step: int, partial: Path, future: Any, best_step: int | None) -> None:
+        try:
+            future.result()
+            rank = dist.get_rank(self.group)
+            mine = {f"{STATE}/{f.name}": digest_file(f) for f in (partial / STATE).glob(f"__{rank}_*")}
+            everyone: list[Any] | None = [None] * dist.get_world_size(self.group) if self.is_main else None
+            dist.gather_object(mine, everyone, group=self.group, group_dst=0)
+            if self.is_main:
+                files = {name: entry for part in everyone or [] for name, entry in part.items()}
+                for file in partial.rglob("*"):
+                    name = str(file.relative_to(partial))
+                    if file.is_file() and name not in files:
+                        files[name] = digest_file(file)
+                write_manifest(partial, files)
+                target = step_folder(self.root, step)
+                shutil.rmtree(target, ignore_errors=True)
+                partial.rename(target)
+                sync_folder(self.root)
+                self._prune(best_step)
+            dist.barrier(group=self.group)
+        except BaseException as failure:  # DCP's own exception derives from BaseException
+            self._failure = failure
+
+    def _prune(self, best_step: int | None) -> None:
+        kept = set(list_checkpoints(self.root)[-self.keep :])
+        if best_step is not None:
+            kept.add(step_folder(self.root, best_step))
+        for folder in list_checkpoints(self.root):
+            if folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _detached(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
+
+
+def choose_checkpoint(resume: str, root: Path) -> Path | None:
+    """The checkpoint to go on from, or None to start afresh; existence is checked here, contents by `check_whole`."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found = list_checkpoints(root)
+        return found[-1] if found else None
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        raise UserError("resume", resume, "there is no such checkpoint", f"use auto, never, or one of {_names(list_checkpoints(root))}")
+    if not (path / MANIFEST).is_file():
+        inner = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+        if inner:
+            return inner[-1]
+        raise UserError("resume", resume, f"is no checkpoint (it has no {MANIFEST})", f"use one of {_names(list_checkpoints(root))}")
+    return path
+
+
+def check_whole(folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Verifies every file, the ranks sharing the work; raises UserError that names the damage and offers a good one."""
+    share, shares = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    mine = verify(folder, share, shares)
+    parts: list[Any] = [mine]
+    if group is not None and shares > 1:
+        parts = [None] * shares
+        dist.all_gather_object(parts, mine, group=group)
+    damage: list[Damage] = [d for part in parts for d in part]
+    if not damage:
+        return
+    good = next((p for p in reversed(list_checkpoints(folder.parent)) if p != folder and p < folder and not verify(p)), None)
+    remedy = f"go on from the previous good one with resume={good}" if good else "no earlier good one is left: start afresh with resume=never"
+    more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
+    raise UserError("checkpoint", str(folder), f"{damage[0]}{more}; it was not loaded", remedy)
+
+
+def _names(folders: list[Path]) -> str:
+    return ", ".join(str(f) for f in folders) or "(none here)"
+
+
+def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Fills tensors in place from a verified checkpoint; sharding may differ from when it was saved."""
+    reader = dcp.FileSystemReader(folder / STATE)
+    try:
+        dcp.load(_detached(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    except dcp.CheckpointException as error:
+        print(error, file=sys.stderr)
+        reason = next(iter(error.failures.values()))[0] if error.failures else error
+        raise UserError("resume", str(folder), f"does not fit this model ({str(reason).splitlines()[0]})",
+                        "use the model it was saved from, or start afresh with resume=never") from None  # fmt: skip
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """Step, data position and the rest of trainer.json."""
+    return dict(json.loads((folder / TRAINER).read_text()))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one of ours."""
+    return (folder / MANIFEST).is_file() and not isinstance(read_manifest(folder), Damage)

@@ -1,0 +1,203 @@
+"""The command line. Imports are inside the commands: `shardwise --help` must not wait for torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.errors import Interrupted, RunFailed, UserError
+
+app = typer.Typer(
+    name="shardwise",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Trains and fine-tunes any Hugging Face model, from one laptop or GPU to a cluster.",
+    epilog="Begin with [bold]shardwise demo[/bold], or write a RUN.yaml and run [bold]shardwise train RUN.yaml[/bold].",
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The description of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]…", help="Settings that override the file.")]
+
+
+def _examples(*lines: str) -> str:
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  [cyan]{line}[/cyan]" for line in lines)
+
+
+@app.command(epilog=_examples(
+    "shardwise train run.yaml",
+    "shardwise train run.yaml ranks=2 parallel.zero=3 train.learning_rate=1e-4",
+    "shardwise train run.yaml resume=never output=out/second",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 -m shardwise train run.yaml",
+))  # fmt: skip
+def train(run_file: RunFile, overrides: Overrides = None, quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no notes.")] = False) -> None:
+    """Train: plans, starts the ranks, watches them, and hands over a Hugging Face folder.
+
+    Run it again to go on from the last checkpoint.
+    """
+    from shardwise.train.describe import print_plan, print_result
+    from shardwise.trainer import Trainer
+
+    main_rank = int(os.environ.get("RANK", 0)) == 0
+    loud = main_rank and not quiet
+    say = _say if loud else (lambda _: None)
+    trainer = Trainer(run_file, *(overrides or ()))
+    job = trainer.prepare(say)
+    if loud:
+        print_plan(job)
+    result = trainer.fit(say)
+    if main_rank:
+        print_result(result, job)
+
+
+@app.command(epilog=_examples(
+    "shardwise config run.yaml",
+    "shardwise config run.yaml train.epochs=3 --json",
+    "shardwise config --schema > shardwise.schema.json   # completion and checks in your editor",
+))  # fmt: skip
+def config(
+    run_file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="The description of the run.")] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of RUN.yaml.")] = False,
+) -> None:
+    """Show the resolved run: every value, and where it came from."""
+    from shardwise.config.load import load_run
+    from shardwise.config.schema import Run
+
+    if schema:
+        print(json.dumps(Run.model_json_schema(), indent=1))
+        return
+    if run_file is None:
+        raise UserError("RUN.yaml", None, "is needed unless --schema is given", "shardwise config RUN.yaml")
+    from shardwise.config.resolve import resolve_machine
+
+    loaded = load_run(run_file, overrides or ())
+    result = resolve_machine(loaded.run)
+    if as_json:
+        print(result.run.model_dump_json(indent=1))
+        return
+    from shardwise.train.describe import print_config
+
+    print_config(result, loaded)
+
+
+@app.command(epilog=_examples(
+    "shardwise export out/run my-model",
+    "shardwise export out/run/checkpoints/step-00000200 my-model --dtype bf16 --shard-size 2GiB",
+))  # fmt: skip
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A run's output folder (newest checkpoint) or a checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
+    dtype: Annotated[str, typer.Option(help="auto (as the original weights), bf16, fp16 or fp32.")] = "auto",
+    shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "4GiB",
+    overwrite: Annotated[bool, typer.Option(help="Replace the target if it exists.")] = False,
+) -> None:
+    """Write a checkpoint as a standard Hugging Face folder, streamed in bounded memory."""
+    from shardwise.checkpoint.hf import DTYPES, export_checkpoint, find_checkpoint
+    from shardwise.config.units import parse_size
+
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError("--dtype", dtype, "is not known", f"use auto, {', '.join(DTYPES)}")
+    try:
+        size = parse_size(shard_size)
+    except ValueError as error:
+        raise UserError("--shard-size", shard_size, str(error), "write e.g. 4GiB") from None
+    found = find_checkpoint(checkpoint)
+    _say(f"exporting {found}")
+    export_checkpoint(found, target, dtype, size, overwrite, _say)
+    print(f"the model lies in {target}")
+
+
+@app.command(epilog=_examples(
+    "shardwise chat out/run",
+    'shardwise chat my-model --prompt "What does ZeRO stage 3 shard?"',
+    "shardwise chat smollm2-135m-instruct --temperature 0.7 --seed 1",
+    "cat questions.txt | shardwise chat out/run",
+))  # fmt: skip
+def chat(
+    model: Annotated[str, typer.Argument(help="An exported folder, a run's output folder, a checkpoint, or a model name.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask once, print the answer and leave.")] = None,
+    system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+) -> None:
+    """Talk to a model in the terminal: /help shows the commands."""
+    from rich.console import Console
+
+    from shardwise.models.inference import load_for_inference
+    from shardwise.serve.chat import chat as run_chat
+    from shardwise.serve.generate import Sampling
+
+    loaded, tokenizer = load_for_inference(model)
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model)
+
+
+@app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="For other tools.")] = False) -> None:
+    """Show what this machine has, what will not work, and how to mend it."""
+    from shardwise.doctor import main as diagnose
+
+    raise typer.Exit(diagnose(as_json))
+
+
+@app.command(epilog=_examples(
+    "shardwise demo",
+    "shardwise demo --write run.yaml   # the demo's RUN.yaml, to start your own from",
+))  # fmt: skip
+def demo(
+    output: Annotated[Path, typer.Option(help="Where the model goes.")] = Path("out/demo"),
+    write: Annotated[Path | None, typer.Option(help="Only write a RUN.yaml to start from.")] = None,
+    seconds: Annotated[int, typer.Option(min=20, help="Training time to aim for; fewer pairs on a slow machine.")] = 150,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+) -> None:
+    """Teach SmolLM2-135M-Instruct some facts about distributed training, and see it answer before and after."""
+    from shardwise.demo.play import play, write_example
+
+    if write is not None:
+        write_example(write)
+        return
+    play(output, seconds, ranks)
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from shardwise import __version__
+
+        print(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    pass
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """The `shardwise` command: one message and an exit code for every failure a user can meet."""
+    try:
+        app(args=argv, standalone_mode=True)
+    except (UserError, RunFailed, Interrupted) as error:
+        if int(os.environ.get("RANK", 0)) == 0 or isinstance(error, RunFailed):
+            label = "stopped" if isinstance(error, Interrupted) else "error"
+            print(f"{label}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted before training began; nothing was written", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left: so do we
+        sys.exit(141)

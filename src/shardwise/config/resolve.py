@@ -1,0 +1,164 @@
+"""Answers every `auto` and makes the checks that need more than one field, before any process starts.
+
+The result is a Run without open questions, and for each answer the reason that is printed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.schema import Run
+from shardwise.errors import UserError
+from shardwise.parallel.mesh import shard_size
+
+TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
+
+
+@dataclass
+class Resolution:
+    """A run and the reasons for what was filled in, by dotted path."""
+
+    run: Run
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def put(self, path: str, value: Any, reason: str) -> None:
+        """Sets one value."""
+        values = self.run.model_dump()
+        *parents, leaf = path.split(".")
+        place = values
+        for part in parents:
+            place = place[part]
+        place[leaf] = value
+        self.run = Run.model_validate(values)
+        self.reasons[path] = reason
+
+
+def resolve_machine(run: Run) -> Resolution:
+    """Device, ranks, back end, precision and micro-batch: what depends on this machine and not on model or data."""
+    import torch
+
+    result = Resolution(run)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if run.device == "cuda" and not gpus:
+        raise UserError("device", "cuda", "no CUDA device is visible here", "use device: cpu, or run `shardwise doctor`")
+    if run.device == "auto":
+        result.put("device", "cuda" if gpus else "cpu", f"{gpus} CUDA devices are visible" if gpus else "no CUDA device is visible")
+    ranks = _resolve_ranks(result, gpus)
+    _resolve_backend(result, gpus, ranks)
+    _resolve_precision(result)
+    _check_parallel(result.run, ranks)
+    _resolve_micro_batch(result, ranks)
+    return result
+
+
+def world_size(run: Run) -> int:
+    """Ranks of the whole run: torchrun's count where it started us, else this host's."""
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else int(run.ranks)
+
+
+def _resolve_ranks(result: Resolution, gpus: int) -> int:
+    run = result.run
+    if "WORLD_SIZE" in os.environ:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        if run.ranks not in ("auto", local):
+            raise UserError("ranks", run.ranks, f"but the launcher started {local} processes on this host", "leave ranks out, or make both equal")
+        result.put("ranks", local, f"the launcher started {os.environ['WORLD_SIZE']} in all")
+        return int(os.environ["WORLD_SIZE"])
+    if run.ranks == "auto":
+        on_gpu = run.device == "cuda"
+        result.put("ranks", gpus if on_gpu else 1, "one per GPU" if on_gpu else "one process on a CPU; set ranks for more")
+    return int(result.run.ranks)
+
+
+def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
+    run = result.run
+    if run.backend == "auto":
+        crowded = run.device == "cuda" and int(run.ranks) > gpus
+        if crowded:
+            raise UserError("ranks", run.ranks, f"but this host has {gpus} GPUs", f"use ranks: {gpus}, or backend: gloo to share GPUs (slow)")
+        result.put("backend", "nccl" if run.device == "cuda" else "gloo", f"device is {run.device}")
+    elif run.backend == "nccl" and run.device == "cpu":
+        raise UserError("backend", "nccl", "works on CUDA devices only", "use backend: gloo or leave it out")
+    elif run.backend == "nccl" and int(run.ranks) > gpus:
+        raise UserError("ranks", run.ranks, f"but this host has {gpus} GPUs and NCCL takes one rank per GPU", f"use ranks: {gpus}")
+
+
+def _resolve_precision(result: Resolution) -> None:
+    import torch
+
+    run = result.run
+    if run.precision != "auto":
+        return
+    if run.device == "cpu":
+        result.put("precision", "fp32", "on a CPU fp32 is the fastest that is always there")
+    elif torch.cuda.is_bf16_supported(including_emulation=False):
+        result.put("precision", "bf16", "the GPU computes in bf16")
+    else:
+        result.put("precision", "fp16", "the GPU has no bf16")
+
+
+def _check_parallel(run: Run, ranks: int) -> None:
+    zero, shard = run.parallel.zero, run.parallel.shard
+    if shard is not None and zero == 0:
+        raise UserError("parallel.shard", shard, "stage 0 shards nothing", "set parallel.zero to 1, 2 or 3, or leave shard out")
+    if ranks % shard_size(zero, shard, ranks):
+        divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+        raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", f"use one of {divisors}")
+    batch, micro = run.train.batch_size, run.train.micro_batch_size
+    if batch % ranks:
+        near = sorted({max(1, batch // ranks) * ranks, math.ceil(batch / ranks) * ranks})
+        raise UserError("train.batch_size", batch, f"cannot be divided among {ranks} ranks", f"use {' or '.join(map(str, near))}")
+    if micro != "auto" and batch % (int(micro) * ranks):
+        per_rank = batch // ranks
+        fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+        raise UserError("train.micro_batch_size", micro, f"batch_size {batch} on {ranks} ranks is {per_rank} sequences per rank, not a multiple of it",
+                        f"use one of {fits[:12]}")  # fmt: skip
+
+
+def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
+    run = result.run
+    if run.train.micro_batch_size != "auto":
+        return
+    per_rank, budget = run.train.batch_size // ranks, TOKENS_PER_FORWARD[run.device]
+    fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0 and d * run.data.sequence_length <= budget]
+    result.put("train.micro_batch_size", max(fits, default=1), f"at most {budget} tokens per forward on {run.device}")
+
+
+def resolve_model(result: Resolution, config: Any) -> None:
+    """Checks the sequence length against what the model was made for."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = result.run.data.sequence_length
+    if limit and length > limit:
+        raise UserError("data.sequence_length", length, f"the model has {limit} positions", f"use {limit} or less")
+
+
+def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:
+    """Turns epochs into steps once the data are packed."""
+    train = result.run.train
+    if train.steps is None:
+        epochs = train.epochs or 1.0
+        steps = max(1, math.ceil(epochs * sequences_per_epoch / train.batch_size))
+        values = result.run.model_dump()
+        values["train"] |= {"steps": steps, "epochs": None}
+        result.run = Run.model_validate(values)
+        result.reasons["train.steps"] = f"{epochs:g} epoch{'s' * (epochs != 1)} of {sequences_per_epoch} sequences, {train.batch_size} a step"
+
+
+def check_output(run: Run) -> None:
+    """The output folder must be writable; found by writing, because permissions alone do not tell."""
+    target = Path(run.output).expanduser()
+    try:
+        existing = target
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file")
+        with tempfile.NamedTemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError("output", run.output, f"cannot be written ({error.strerror or error})", "choose a folder you may write to") from None

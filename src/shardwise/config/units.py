@@ -1,0 +1,144 @@
+"""Values with units, as people write them: `2%`, `1e-4`, `4GiB`, `200ms`, `50` steps or `10min`.
+
+YAML reads `1e-4` and `2%` as strings, so every numeric field of the schema accepts its textual form too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+_SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+         "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_TIME = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*)?\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*")
+
+
+def _split(value: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(value)
+    if not match:
+        raise ValueError("not a number")
+    return float(match[1].replace("_", "")), match[2].lower()
+
+
+def parse_number(value: Any) -> Any:
+    """Turns "1e-4" and "1_000" into numbers; leaves everything else for pydantic to judge."""
+    if isinstance(value, str):
+        try:
+            number, unit = _split(value)
+        except ValueError:
+            return value
+        if not unit:
+            return int(number) if number.is_integer() and not re.search(r"[.eE]", value) else number
+    return value
+
+
+def parse_share(value: Any) -> Any:
+    """Turns "2%" into 0.02; numbers pass."""
+    if isinstance(value, str):
+        try:
+            number, unit = _split(value)
+        except ValueError:
+            raise ValueError("expected a share such as 2% or 0.02") from None
+        if unit == "%":
+            return number / 100
+        if unit:
+            raise ValueError(f"unknown unit {unit!r}: write a share such as 2% or 0.02")
+        return number
+    return value
+
+
+def parse_size(value: Any) -> Any:
+    """Turns "4GiB" into bytes; a bare integer is bytes."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("expected a size such as 4GiB or 500MB")
+    if isinstance(value, str):
+        number, unit = _guard(value, "a size such as 4GiB or 500MB")
+        if unit and unit not in _SIZE:
+            raise ValueError(f"unknown unit {unit!r}: use B, KB, MB, GB, KiB, MiB or GiB")
+        return int(number * _SIZE.get(unit, 1))
+    return value
+
+
+def parse_duration(value: Any) -> Any:
+    """Turns "200ms" or "10min" into seconds; a bare number is seconds."""
+    if isinstance(value, bool):
+        raise ValueError("expected a duration such as 200ms, 30s or 10min")
+    if isinstance(value, str):
+        number, unit = _guard(value, "a duration such as 200ms, 30s or 10min")
+        if unit and unit not in _TIME:
+            raise ValueError(f"unknown unit {unit!r}: use ms, s, min, h or d")
+        return number * _TIME.get(unit, 1.0)
+    return value
+
+
+def _guard(value: str, what: str) -> tuple[float, str]:
+    try:
+        return _split(value)
+    except ValueError:
+        raise ValueError(f"expected {what}") from None
+
+
+class Every(str):
+    """How often something happens: a number of steps ("50") or a span of time ("10min")."""
+
+    @property
+    def steps(self) -> int | None:
+        number, unit = _split(self)
+        return None if unit else int(number)
+
+    @property
+    def seconds(self) -> float | None:
+        number, unit = _split(self)
+        return number * _TIME[unit] if unit else None
+
+
+def parse_every(value: Any) -> Every:
+    """Accepts 50 (steps) or "10min" (time)."""
+    what = "a number of steps such as 50, or a time such as 10min"
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"expected {what}")
+    text = str(value)
+    number, unit = _guard(text, what)
+    if unit and unit not in _TIME:
+        raise ValueError(f"unknown unit {unit!r}: use steps (no unit), s, min or h")
+    if number <= 0 or (not unit and not number.is_integer()):
+        raise ValueError(f"expected {what}, above 0")
+    return Every(text)
+
+
+class Warmup(float):
+    """A length of the run: a share of it (below 1) or a number of steps (1 and above)."""
+
+    def steps(self, total: int) -> int:
+        return round(self * total) if self < 1 else int(self)
+
+
+def parse_warmup(value: Any) -> Warmup:
+    """Accepts 3% (of the run) or 100 (steps)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("expected a share such as 3% or a number of steps such as 100")
+    number = float(parse_share(value))
+    if number < 0 or (number >= 1 and not number.is_integer()):
+        raise ValueError("expected a share such as 3% or a whole number of steps such as 100")
+    return Warmup(number)
+
+
+def _schema(kind: str, example: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}], "description": f"{kind}, e.g. {example}"})
+
+
+Number = Annotated[float, BeforeValidator(parse_number)]
+Whole = Annotated[int, BeforeValidator(parse_number)]
+Share = Annotated[float, BeforeValidator(parse_share), _schema("share", "2%")]
+Size = Annotated[int, BeforeValidator(parse_size), _schema("size", "4GiB")]
+Duration = Annotated[float, BeforeValidator(parse_duration), _schema("duration", "200ms or 10min")]
+Interval = Annotated[
+    Any,
+    BeforeValidator(parse_every),
+    PlainSerializer(lambda e: e.steps if e.steps is not None else str(e)),
+    _schema("steps or time", "50 or 10min"),
+]
+Span = Annotated[Any, BeforeValidator(parse_warmup), PlainSerializer(float), _schema("share of the run or steps", "3%")]

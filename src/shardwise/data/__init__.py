@@ -1,0 +1,1 @@
+"""From files to masked, packed, resumable batches."""

@@ -1,0 +1,199 @@
+"""Tokenises the sources once into arrays that every rank maps into memory.
+
+The result lies in the cache under a key made of the files' contents and everything that shapes the tokens, so a second
+run starts at once and a changed file is noticed. Documents that are too long are counted and named, never cut in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.cache import cache_root, make_once
+from shardwise.config.schema import Data, Source
+from shardwise.data.render import Document, check_template, render_rows
+from shardwise.data.rows import Row, read_rows, source_files
+from shardwise.errors import UserError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents as one flat array: tokens, what is learned, where each begins, which source it came from."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    starts: np.ndarray
+    source: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """Learned tokens per document."""
+        sums = np.concatenate([[0], np.cumsum(self.learned, dtype=np.int64)])
+        return np.asarray(sums[self.starts[1:]] - sums[self.starts[:-1]])
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What became of one source."""
+
+    path: str
+    rows: int
+    documents: int
+    tokens: int
+    supervised: int
+    dropped: int = 0
+    truncated: int = 0
+    held_out: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Training and evaluation documents, the bill per source, and a fingerprint that checkpoints carry."""
+
+    train: Corpus
+    eval: Corpus | None
+    bills: list[Bill]
+    eval_bills: list[Bill]
+    fingerprint: str
+
+
+def prepare_data(data: Data, tokenizer: Any, seed: int, say: Callable[[str], None] = lambda _: None) -> Prepared:
+    """Reads, renders and stores everything the run will learn from, or finds it in the cache."""
+    key = _key(data, tokenizer, seed)
+    folder = cache_root() / "data" / key
+    if not folder.is_dir():
+        say("reading and tokenising the data")
+    make_once(folder, lambda partial: _write(data, tokenizer, seed, partial))
+    meta = json.loads((folder / "bill.json").read_text())
+    return Prepared(
+        train=_open(folder / "train"),
+        eval=_open(folder / "eval") if (folder / "eval").is_dir() else None,
+        bills=[Bill(**b) for b in meta["train"]],
+        eval_bills=[Bill(**b) for b in meta["eval"]],
+        fingerprint=f"{key}-{'packed' if data.packing else 'plain'}",
+    )
+
+
+def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
+    train, evaluation = _Writer(), _Writer()
+    share = data.eval if isinstance(data.eval, float) else 0.0
+    bills = [
+        _add_source(source, index, f"data.train.{index}", data, tokenizer, seed, share, train, evaluation)
+        for index, source in enumerate(data.train)
+    ]
+    eval_bills = []
+    if not isinstance(data.eval, float):
+        eval_bills = [
+            _add_source(source, index, f"data.eval.{index}", data, tokenizer, seed, 0.0, evaluation, evaluation)
+            for index, source in enumerate(data.eval)
+        ]
+    if not train.documents:
+        raise UserError("data.train", [s.path for s in data.train], "holds no example to train on", "check the files and data.over_length")
+    train.save(folder / "train")
+    if evaluation.documents:
+        evaluation.save(folder / "eval")
+    bill = {"train": [asdict(b) for b in bills], "eval": [asdict(b) for b in eval_bills]}
+    (folder / "bill.json").write_text(json.dumps(bill, indent=1))
+
+
+def _add_source(source: Source, index: int, field: str, data: Data, tokenizer: Any, seed: int, share: float, train: _Writer, held: _Writer) -> Bill:
+    rows = list(read_rows(source, field))
+    if any(row.messages is not None for row in rows):
+        check_template(tokenizer, "model.tokenizer")
+    held_out = _held_out(len(rows), share, seed, index)
+    totals = dict.fromkeys(("documents", "tokens", "supervised", "dropped", "truncated"), 0)
+    for number, document in enumerate(render_rows(rows, tokenizer, data.loss_on, field)):
+        pieces, fate = _fit(document, rows[number], data, field)
+        if fate:
+            totals[fate] += 1
+        for piece in pieces:
+            if not piece.learned.any():
+                continue
+            writer = held if number in held_out else train
+            writer.add(piece, index)
+            if writer is train:
+                totals["documents"] += 1
+                totals["tokens"] += len(piece.tokens)
+                totals["supervised"] += int(piece.learned.sum())
+    return Bill(path=source.path, rows=len(rows), held_out=len(held_out), **totals)
+
+
+def _fit(document: Document, row: Row, data: Data, field: str) -> tuple[list[Document], str | None]:
+    """Splits long text so that each token is predicted once; treats a long conversation as the config says."""
+    limit, length = data.sequence_length, len(document.tokens)
+    if length <= limit:
+        return [document], None
+    if row.messages is None:
+        # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
+        cuts = range(0, length - 1, limit - 1)
+        pieces = [Document(document.where, document.tokens[c : c + limit], document.learned[c : c + limit].copy()) for c in cuts]
+        for piece in pieces:
+            piece.learned[:1] = False
+        return pieces, None
+    if data.over_length == "drop":
+        return [], "dropped"
+    if data.over_length == "truncate":
+        return [Document(document.where, document.tokens[:limit], document.learned[:limit])], "truncated"
+    raise UserError(field, document.where, f"the conversation has {length} tokens, more than data.sequence_length = {limit}",
+                    f"raise data.sequence_length to {length}, or set data.over_length to drop or truncate")  # fmt: skip
+
+
+def _held_out(rows: int, share: float, seed: int, index: int) -> set[int]:
+    if not share or rows < 2:
+        return set()
+    count = min(rows - 1, max(1, round(rows * share)))
+    chosen = np.random.default_rng([seed, index, 7]).permutation(rows)[:count]
+    return {int(i) for i in chosen}
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.documents: list[Document] = []
+        self.source: list[int] = []
+
+    def add(self, document: Document, source: int) -> None:
+        self.documents.append(document)
+        self.source.append(source)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        starts = np.concatenate([[0], np.cumsum([len(d.tokens) for d in self.documents])]).astype(np.int64)
+        np.save(folder / "tokens.npy", np.concatenate([d.tokens for d in self.documents]))
+        np.save(folder / "learned.npy", np.concatenate([d.learned for d in self.documents]))
+        np.save(folder / "starts.npy", starts)
+        np.save(folder / "source.npy", np.asarray(self.source, dtype=np.int32))
+
+
+def _open(folder: Path) -> Corpus:
+    return Corpus(*(np.load(folder / f"{n}.npy", mmap_mode="r") for n in ("tokens", "learned", "starts", "source")))
+
+
+def _key(data: Data, tokenizer: Any, seed: int) -> str:
+    """Everything that decides the tokens: the files' bytes, the settings, the tokenizer and its template."""
+    digest = hashlib.sha256()
+    settings = data.model_dump(exclude={"packing"})
+    digest.update(json.dumps([FORMAT, settings, seed, tokenizer.chat_template, tokenizer.eos_token_id], sort_keys=True, default=str).encode())
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    sources = [(f"data.train.{i}", s) for i, s in enumerate(data.train)]
+    if not isinstance(data.eval, float):
+        sources += [(f"data.eval.{i}", s) for i, s in enumerate(data.eval)]
+    for field, source in sources:
+        for file in source_files(source, field):
+            with file.open("rb") as f:
+                digest.update(hashlib.file_digest(f, "sha256").digest())
+    return digest.hexdigest()[:24]

@@ -1,0 +1,36 @@
+"""The two kinds of failure a user meets: a mistake of theirs, and a run that died.
+
+Both print as one message and no traceback. Anything else that escapes is our bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake the user can mend: which field, which value, what is wrong with it and what to do."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
+        self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
+        shown = "" if value is None else f" = {_short(value)}"
+        super().__init__(f"{field}{shown}: {problem}\n  → {remedy}")
+
+
+class RunFailed(Exception):
+    """A run that started and ended badly: the message names rank, step, reason and log file."""
+
+    exit_code = 1
+
+
+class Interrupted(Exception):
+    """The run was asked to stop (Ctrl-C or SIGTERM), saved its state and left."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def _short(value: object, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

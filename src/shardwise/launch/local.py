@@ -1,0 +1,166 @@
+"""Starts one process per rank on this host, watches them, and ends all when one dies, with one message that says why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise.errors import Interrupted, RunFailed, UserError
+from shardwise.launch.cpu import cpu_env, usable_cores
+from shardwise.train.job import Job, write_job
+from shardwise.train.status import read_status
+from shardwise.train.worker import logs_of
+
+POLL = 0.05
+LAST_WORDS = 3.0  # seconds given to the other ranks, after one died, to write down what they saw
+STOP_AGAIN = "stopping after this step and saving; Ctrl-C again ends at once"
+LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "NCCL", "recvValue", "Socket")
+
+
+def launch(job: Job) -> None:
+    """Runs a job on local ranks; returns when it finished, raises RunFailed, UserError or Interrupted otherwise."""
+    import torch.distributed as dist
+
+    logs = logs_of(job.output)
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    job_file = job.output / "job.json"
+    write_job(job, job_file)
+    # The supervisor hosts the meeting point, so there is no race for a port and no rank is special.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = int(job.run.ranks)
+    children = [_start(job, job_file, rank, ranks, store.port, logs) for rank in range(ranks)]
+    with _Signals(children) as signals:
+        try:
+            _watch(children, signals, logs, job)
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+            for child in children:
+                child.wait()
+
+
+def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
+    threads = max(1, usable_cores() // ranks)
+    env = os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    env.setdefault("OMP_NUM_THREADS", str(threads))
+    if job.run.device == "cpu":
+        env |= cpu_env(job.run.precision)
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with (logs / f"rank-{rank}.log").open("wb") as log:
+        # A session of its own keeps the terminal's Ctrl-C from reaching the ranks directly: we pass it on, once.
+        return subprocess.Popen(
+            [sys.executable, "-m", "shardwise.train.worker", str(job_file)],
+            env=env, stdin=subprocess.DEVNULL, stdout=None if rank == 0 else log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+
+class _Signals:
+    """Passes Ctrl-C and SIGTERM on to the ranks; the second one ends them."""
+
+    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
+        self.children, self.received = children, 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        again, self.received = bool(self.received), number
+        if not again:
+            print(f"\n{STOP_AGAIN}", file=sys.stderr, flush=True)
+        for child in self.children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGKILL if again else number)
+
+
+def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, job: Job) -> None:
+    while True:
+        codes = [child.poll() for child in children]
+        if all(code == 0 for code in codes):
+            return
+        stopped = 128 + signals.received if signals.received else None
+        if stopped and all(code in (0, stopped) for code in codes):
+            raise Interrupted(f"stopped; the state is saved in {job.output / 'checkpoints'}: the same command goes on from there", stopped)
+        if any(code not in (None, 0, stopped) for code in codes):
+            _let_them_speak(children)
+            raise _explain([child.poll() for child in children], logs, job)
+        time.sleep(POLL)
+
+
+def _let_them_speak(children: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + LAST_WORDS
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(POLL)
+
+
+def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
+    """The one cause among the deaths: a killed rank before a lost connection, the user's mistake before both."""
+    notes = {}
+    for rank in range(len(codes)):
+        with contextlib.suppress(OSError, ValueError):
+            notes[rank] = json.loads((logs / f"rank-{rank}.error.json").read_text())
+    mistakes = [note for note in notes.values() if note["kind"] == "user"]
+    if mistakes:
+        return _AlreadyWorded(mistakes[0]["reason"])
+    killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and rank not in notes]
+    first = [n for n in notes.values() if not any(word in n["reason"] for word in LOST_PEER)] or list(notes.values())
+    if killed:
+        rank, number = killed[0], -(codes[killed[0]] or 0)
+        step, doing = read_status(logs / f"rank-{rank}.status")
+        reason = f"it was killed by {signal.Signals(number).name}{_guess(number)}"
+    elif first:
+        note = min(first, key=lambda n: n["time"])
+        rank, step, doing, reason = note["rank"], note["step"], note["doing"], note["reason"]
+    else:
+        rank = next(r for r, code in enumerate(codes) if code not in (0, None))
+        step, doing = read_status(logs / f"rank-{rank}.status")
+        reason = f"it ended with exit code {codes[rank]}"
+    return RunFailed(
+        f"rank {rank} failed at step {step} while {doing}: {reason}\n"
+        f"  log: {logs / f'rank-{rank}.log'}\n"
+        f"  → {_how_to_go_on(job)}"
+    )
+
+
+def _guess(number: int) -> str:
+    return {
+        signal.SIGKILL: " (often the kernel, out of memory: see `dmesg`, lower train.micro_batch_size or use recompute: full)",
+        signal.SIGILL: " (an instruction this CPU does not have: see `shardwise doctor`, or use precision: fp32)",
+        signal.SIGSEGV: " (a crash in native code)",
+    }.get(signal.Signals(number), "")
+
+
+def _how_to_go_on(job: Job) -> str:
+    from shardwise.checkpoint.store import list_checkpoints
+
+    found = list_checkpoints(job.output / "checkpoints")
+    return f"the same command goes on from {found[-1].name}" if found else "no checkpoint was written yet: the same command starts afresh"
+
+
+class _AlreadyWorded(UserError):
+    """A user's mistake that a rank found: its message is complete."""
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)

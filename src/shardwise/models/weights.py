@@ -1,0 +1,107 @@
+"""Streams weights from safetensors into the shards: each rank reads its own rows and no more.
+
+With stage 3 no rank ever holds the whole model; what it holds besides its shards is one piece of at most `PIECE` bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.errors import UserError
+
+PIECE = 64 << 20
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Which safetensors file holds which tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return {k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError):
+            raise UserError("model", str(index), "is not a valid weight index", "fetch the model again") from None
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as f:
+                found.update(dict.fromkeys(f.keys(), file))
+        except SafetensorError as error:
+            raise UserError("model", str(file), f"is damaged ({error})", "fetch the file again") from None
+    return found
+
+
+def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
+    """Maps each parameter and persistent buffer to its name in the files; None where transformers must convert first."""
+    prefix = getattr(model, "base_model_prefix", "")
+    persistent = set(model.state_dict().keys())
+    wanted = [n for n, _ in model.named_parameters()]
+    optional = [n for n, _ in model.named_buffers() if n in persistent]
+    result = {}
+    for name in wanted + optional:
+        bare = name.removeprefix(prefix + ".")
+        aliases = [name, bare, f"{prefix}.{name}", *_tied_names(model, name)]
+        hit = next((alias for alias in aliases if alias in stored), None)
+        if hit is not None:
+            result[name] = hit
+        elif name in wanted:
+            return None
+    return result
+
+
+def _tied_names(model: nn.Module, name: str) -> list[str]:
+    target = model.get_parameter(name) if name in dict(model.named_parameters()) else None
+    if target is None:
+        return []
+    return [n for n, p in model.named_parameters(remove_duplicate=False) if p is target and n != name]
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: Path, progress: Any = None) -> None:
+    """Fills every parameter and persistent buffer of a materialised model from the files of a folder."""
+    from safetensors import safe_open
+
+    stored = tensor_files(folder)
+    names = match_names(model, stored)
+    assert names is not None, "the caller converts folders whose names do not match"
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for name, key in names.items():
+        by_file.setdefault(stored[key], []).append((name, key))
+    for file, members in by_file.items():
+        with ExitStack() as stack:
+            handle = stack.enter_context(safe_open(file, framework="pt"))
+            for name, key in members:
+                _fill(tensors[name], handle.get_slice(key), name, file)
+                if progress is not None:
+                    progress(name)
+
+
+def _fill(target: torch.Tensor, stored: Any, name: str, file: Path) -> None:
+    if list(stored.get_shape()) != list(target.shape):
+        raise UserError("model", str(file), f"{name} has shape {list(stored.get_shape())}, the config says {list(target.shape)}",
+                        "the weights and config.json belong to different models: fetch both again")  # fmt: skip
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if isinstance(target, DTensor):
+        _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    else:
+        offset = (0,) * target.ndim
+    if local.numel() == 0:
+        return
+    if local.ndim == 0:
+        local.copy_(stored[...])
+        return
+    rest = tuple(slice(o, o + s) for o, s in zip(offset[1:], local.shape[1:], strict=True))
+    rows = max(1, PIECE // max(1, local[0].numel() * local.element_size()))
+    for start in range(0, local.shape[0], rows):
+        stop = min(start + rows, local.shape[0])
+        local[start:stop].copy_(stored[(slice(offset[0] + start, offset[0] + stop), *rest)])

@@ -1,0 +1,1 @@
+"""How ranks are laid out."""

@@ -1,0 +1,61 @@
+"""The one place where process groups are made: the mesh of ranks, and a gloo group for the host's own talk.
+
+The mesh has two axes, `replicate` × `shard`: ZeRO 0 is (N, 1), ZeRO 1–3 is (1, N), hybrid sharding is (N/s, s). Data is
+split over both, so a rank's place in the data-parallel order is its place in the flattened mesh.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config.schema import Run
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands: its rank, its device, the mesh, and host-side groups for votes and checkpoints."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    checkpoint: dist.ProcessGroup
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def shard_size(zero: int, shard: int | None, ranks: int) -> int:
+    """Ranks among which one copy of the states is divided."""
+    return 1 if zero == 0 else (shard or ranks)
+
+
+def init_world(run: Run) -> World:
+    """Joins the process group that the environment (ours or torchrun's) describes and lays out the mesh."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    cuda = run.device == "cuda"
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    backend = run.backend
+    if not dist.is_initialized():
+        port = os.environ.setdefault("MASTER_PORT", "0") if size == 1 else os.environ["MASTER_PORT"]
+        options = {"store": dist.HashStore()} if size == 1 and port == "0" else {}
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=run.timeout), **options)
+    shard = shard_size(run.parallel.zero, run.parallel.shard, size)
+    mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    # Own groups: sharing one with the training collectives crashes asynchronous checkpoints (see docs/log.md).
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.timeout))
+    checkpoint = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(run.timeout, 1800)))
+    return World(rank, size, local_rank, device, mesh, control, checkpoint)

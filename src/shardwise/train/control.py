@@ -1,0 +1,65 @@
+"""Decisions that all ranks must take at the same step: stop (Ctrl-C, SIGTERM) and timed checkpoints.
+
+Each step begins an asynchronous vote on the host's own group and reads it at the end of the step, so nobody waits: the
+vote travels while the device computes.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+STOP, SAVE, EVAL = range(3)
+
+
+class Control:
+    """Votes of the ranks on whether to stop and whether a timed save or evaluation is due."""
+
+    def __init__(self, group: dist.ProcessGroup, save_seconds: float | None, eval_seconds: float | None) -> None:
+        self._group = group
+        self._alone = dist.get_world_size(group) == 1
+        self._is_main = dist.get_rank(group) == 0
+        self._every = {SAVE: save_seconds, EVAL: eval_seconds}
+        self._since = dict.fromkeys(self._every, time.monotonic())
+        self._previous: dict[int, object] = {}
+        self._vote = torch.zeros(3, dtype=torch.int32)
+        self._work: dist.Work | None = None
+        self.signal: int | None = None
+
+    def __enter__(self) -> Control:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._previous[number] = signal.signal(number, self._on_signal)
+            except ValueError:  # not the main thread (a library user's choice): signals stay theirs
+                return self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+
+    def begin(self) -> None:
+        """Casts this rank's vote."""
+        self._vote[STOP] = self.signal or 0
+        for what, seconds in self._every.items():
+            due = self._is_main and seconds is not None and time.monotonic() - self._since[what] >= seconds
+            self._vote[what] = int(due)
+        if not self._alone:
+            self._work = dist.all_reduce(self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def end(self) -> tuple[int, bool, bool]:
+        """The outcome: the signal to stop on (0 = go on), whether to save, whether to evaluate."""
+        if self._work is not None:
+            self._work.wait()
+        stop, save, evaluate = (int(v) for v in self._vote)
+        for what, due in ((SAVE, save), (EVAL, evaluate)):
+            if due:
+                self._since[what] = time.monotonic()
+        return stop, bool(save), bool(evaluate)

@@ -1,0 +1,103 @@
+"""What the terminal shows around a run: its plan before, its result after, and the resolved config."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.observe.curve import series_from, terminal_curve
+from shardwise.parallel.mesh import shard_size
+from shardwise.zero.account import predicted_bytes
+
+if TYPE_CHECKING:
+    from shardwise.config.load import LoadedRun
+    from shardwise.config.resolve import Resolution
+    from shardwise.train.job import Job
+    from shardwise.trainer import Result
+
+STAGES = {
+    0: "nothing is sharded (every rank holds everything)",
+    1: "optimizer states are sharded",
+    2: "optimizer states and gradients are sharded",
+    3: "optimizer states, gradients and parameters are sharded",
+}
+
+
+def human(size: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def print_plan(job: Job, console: Console | None = None) -> None:
+    """The run in a dozen lines: model, data, batch arithmetic, sharding and what each rank will hold."""
+    run, ranks = job.run, job.ranks
+    shard = shard_size(run.parallel.zero, run.parallel.shard, ranks)
+    micro = int(run.train.micro_batch_size)
+    rounds = run.train.batch_size // (micro * ranks)
+    documents, tokens = len(job.data.train), int(job.data.train.starts[-1])
+    supervised = int(job.data.train.supervised.sum())
+    held = predicted_bytes(job.parameters, run.parallel.zero, shard, run.precision)
+    table = Table(title="plan of the run", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{job.source.label}, {job.parameters / 1e6:,.1f}M parameters, all trained")
+    table.add_row("data", f"{documents:,} documents, {tokens:,} tokens, {supervised:,} of them learned"
+                          + (f"; {len(job.data.eval):,} held out" if job.data.eval else ""))  # fmt: skip
+    for bill in job.data.bills:
+        if bill.dropped or bill.truncated:
+            table.add_row("", f"[yellow]{bill.path}: {bill.dropped} rows dropped, {bill.truncated} truncated (over_length)[/yellow]")
+    table.add_row("steps", f"{run.train.steps} × {run.train.batch_size} sequences of up to {run.data.sequence_length} tokens"
+                           + (" (packed)" if run.data.packing else ""))  # fmt: skip
+    table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
+    groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
+    table.add_row("ranks", f"{ranks} on {run.device} ({run.backend}), {run.precision}, ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero]}{groups}")
+    table.add_row("per rank", ", ".join(f"{name} {human(size)}" for name, size in held.items()) + ", and activations")
+    table.add_row("rate", f"{run.train.learning_rate:g} {run.train.schedule}, AdamW, clip {run.train.clip}")
+    table.add_row("output", str(job.output))
+    (console or Console()).print(table)
+
+
+def print_result(result: Result, job: Job, console: Console | None = None) -> None:
+    """The curve and where things lie."""
+    console = console or Console()
+    ascii_only = not (console.encoding or "").lower().startswith("utf")
+    console.print(terminal_curve(series_from(result.metrics), width=min(72, console.width - 4), ascii_only=ascii_only), highlight=False, markup=False)
+    loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
+    held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
+    console.print(f"done: {result.step} steps, {loss}{held}")
+    console.print(f"  model    {result.model}   (talk to it: shardwise chat {job.output})", highlight=False)
+    console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)
+    console.print(f"  metrics  {job.output / 'metrics.jsonl'}", highlight=False)
+
+
+def print_config(result: Resolution, loaded: LoadedRun) -> None:
+    """Every value of the run beside its origin."""
+    console = Console()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("setting", style="bold", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", style="dim", overflow="fold")
+    for path, value in flatten(result.run.model_dump(mode="json")):
+        reason = result.reasons.get(path)
+        origin = f"auto: {reason}" if reason else loaded.origin_of(path)
+        table.add_row(path, json.dumps(value, ensure_ascii=False), origin)
+    console.print(table, highlight=False)
+    still_open = [p for p, v in flatten(result.run.model_dump(mode="json")) if p == "train.steps" and v is None]
+    if still_open:
+        console.print("train.steps follows from train.epochs once the data are read", style="dim")
+
+
+def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted paths and their values; lists of sections are opened, other lists are values."""
+    if isinstance(value, dict) and value:
+        return [item for key, inner in value.items() for item in flatten(inner, f"{prefix}.{key}" if prefix else key)]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [item for index, inner in enumerate(value) for item in flatten(inner, f"{prefix}.{index}")]
+    return [(prefix, value)]

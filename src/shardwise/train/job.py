@@ -1,0 +1,88 @@
+"""Everything that is known before a process starts: the resolved run, the model's files, the data.
+
+`prepare_job` is called once by the launcher, where all mistakes surface, and its outcome goes to the ranks as one file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.load import LoadedRun
+from shardwise.config.resolve import check_output, resolve_machine, resolve_model, resolve_steps, world_size
+from shardwise.config.schema import Run
+from shardwise.data.loader import Loader
+from shardwise.data.prepare import Prepared, prepare_data
+from shardwise.models.source import ModelSource, converted_folder, find_model
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to start."""
+
+    run: Run
+    reasons: dict[str, str]
+    source: ModelSource
+    tokenizer: Any
+    data: Prepared
+    parameters: int
+    output: Path
+
+    @property
+    def ranks(self) -> int:
+        return world_size(self.run)
+
+    @property
+    def pad_id(self) -> int:
+        """The id for padding; never learned, so any will do where the tokenizer has none."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+    def loader(self) -> Loader:
+        """The training sequences."""
+        data = self.run.data
+        return Loader(self.data.train, data.sequence_length, data.packing, self.run.train.seed, self.pad_id)
+
+    def eval_loader(self) -> Loader | None:
+        """The held-out sequences, if any."""
+        data = self.run.data
+        if self.data.eval is None:
+            return None
+        return Loader(self.data.eval, data.sequence_length, data.packing, self.run.train.seed, self.pad_id)
+
+
+def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) -> Job:
+    """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
+    from shardwise.models.build import build_on_meta
+    from shardwise.models.weights import match_names, tensor_files
+
+    result = resolve_machine(loaded.run)
+    check_output(result.run)
+    say("finding the model")
+    source = find_model(result.run.model)
+    resolve_model(result, source.config)
+    model = build_on_meta(source)
+    if source.weights is not None and match_names(model, tensor_files(source.weights)) is None:
+        say("converting the weights to the model's own names (once)")
+        source = replace(source, weights=converted_folder(source))
+    parameters = sum(p.numel() for p in model.parameters())
+    tokenizer = source.load_tokenizer()
+    data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say)
+    job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
+    resolve_steps(result, job.loader().epoch_sequences())
+    return replace(job, run=result.run, reasons=result.reasons)
+
+
+def write_job(job: Job, file: Path) -> None:
+    """Hands a prepared job to the ranks."""
+    file.write_text(json.dumps({"run": job.run.model_dump(mode="json"), "reasons": job.reasons}, indent=1))
+
+
+def read_job(file: Path) -> Job:
+    """Takes a job up again in a rank; model and data come out of the cache."""
+    values = json.loads(file.read_text())
+    job = prepare_job(LoadedRun(Run.model_validate(values["run"])))
+    return replace(job, reasons=values["reasons"])

@@ -1,0 +1,212 @@
+"""The training loop: read it from top to bottom, nothing is hidden in callbacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.hf import export_checkpoint
+from shardwise.checkpoint.store import step_folder
+from shardwise.data.loader import IGNORE, StepBatch
+from shardwise.observe.curve import write_curve_html
+from shardwise.observe.metrics import MetricsFile, read_metrics
+from shardwise.observe.progress import Progress
+from shardwise.optim.schedules import learning_rate
+from shardwise.train.control import Control
+from shardwise.train.meter import check_finite
+from shardwise.train.setup import Parts
+from shardwise.train.state import tensors_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: steps done, last losses, and the signal that stopped it (0 = it finished)."""
+
+    step: int
+    loss: float | None
+    eval_loss: float | None
+    stopped_by: int = 0
+
+
+def fit(parts: Parts) -> Outcome:
+    """Trains from the parts' position to the last step, saving and evaluating on the way."""
+    job, run, world, position = parts.job, parts.job.run, parts.world, parts.position
+    total = run.train.steps
+    assert total is not None
+    save_every, eval_every = run.checkpoint.every, run.train.eval_every
+    saved_at = position.step if position.step else None
+    stop, loss, eval_loss = 0, None, None
+    report = Report(parts, total)
+    control = Control(world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None)
+    with control, report:
+        while position.step < total and not stop:
+            step = position.step
+            control.begin()
+            parts.status.set("computing", step + 1)
+            seed_step(run.train.seed, step, world.rank)
+            batch = parts.loader.step(
+                position.sequences, run.train.batch_size, int(run.train.micro_batch_size), world.rank, world.size
+            )
+            rate = learning_rate(run.train, step, total)
+            for group in parts.optimizer.param_groups:
+                group["lr"] = rate
+
+            summed = accumulate(parts, batch)
+            parts.scaler.unscale_(parts.optimizer)
+            norm = parts.sharded.clip(run.train.clip)
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+            parts.optimizer.zero_grad()
+
+            position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
+            position.tokens, position.supervised = position.tokens + batch.tokens, position.supervised + batch.supervised
+            parts.meter.add(step, rate, summed, norm, batch)
+
+            stop, save_due, eval_due = control.end()
+            last = position.step == total
+            if position.step % run.log.every == 0 or last or stop:
+                records = parts.meter.flush()
+                report.trained(records)
+                check_finite(records)
+                loss = records[-1]["loss"]
+            if parts.eval_loader and not stop and (last or eval_due or _due(eval_every, position.step)):
+                parts.status.set("evaluating")
+                eval_loss = evaluate(parts)
+                report.evaluated(position.step, eval_loss)
+                if position.best_loss is None or eval_loss < position.best_loss:
+                    position.best_loss, position.best_step = eval_loss, position.step
+                    save_due = True
+            if last or stop or save_due or _due(save_every, position.step):
+                parts.status.set("saving")
+                save(parts)
+                saved_at = position.step
+    parts.status.set("finishing the last checkpoint")
+    parts.store.wait()
+    outcome = Outcome(position.step, loss, eval_loss, stop)
+    if not stop and world.is_main:
+        parts.status.set("exporting")
+        finish(parts, outcome, step_folder(parts.store.root, saved_at or total))
+    dist.barrier(group=world.checkpoint)
+    return outcome
+
+
+def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
+    """Forward and backward over the micro-batches; returns the summed loss of this rank, on the device.
+
+    The gradient is that of (sum of losses over all ranks) / (learned tokens of the whole step): every token counts the
+    same, whatever micro-batch or rank it fell into. FSDP averages over ranks, hence the factor of their number.
+    """
+    scale = parts.sharded.data_parallel_size / max(1, batch.supervised)
+    summed = torch.zeros((), device=parts.world.device)
+    for index, micro in enumerate(batch.micro_batches):
+        with parts.sharded.micro_batch(last=index == len(batch.micro_batches) - 1):
+            loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
+            parts.scaler.scale(loss * scale).backward()
+        summed += loss.detach()
+    return summed
+
+
+def evaluate(parts: Parts) -> float:
+    """Mean loss per learned token over the held-out sequences, the same on every rank."""
+    loader, world = parts.eval_loader, parts.world
+    assert loader is not None
+    sequences, micro = loader.epoch_sequences(), int(parts.job.run.train.micro_batch_size)
+    sums = torch.zeros(2, dtype=torch.float64)
+    with parts.sharded.evaluation():
+        for first in range(0, sequences, micro * world.size):
+            mine = range(first + world.rank * micro, min(first + (world.rank + 1) * micro, sequences))
+            # A rank without a sequence still takes part (the forward is collective) but counts nothing.
+            batch = loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(world.device)
+            if len(mine):
+                learned = int((batch.labels != IGNORE).sum())
+                sums += torch.tensor([float(parts.objective(parts.sharded.model, batch)), learned])
+            else:
+                parts.objective(parts.sharded.model, batch)
+    dist.all_reduce(sums, group=world.control)
+    return float(sums[0] / sums[1].clamp(min=1))
+
+
+def save(parts: Parts) -> None:
+    """Starts a checkpoint of the current position."""
+    position, job = parts.position, parts.job
+    position.seconds = parts.meter.seconds
+    position.scaler = parts.scaler.state_dict()
+
+    def write_model(folder: Path) -> None:
+        model: Any = parts.sharded.model
+        config = model.config.to_dict() | {"architectures": [type(model).__mro__[1].__name__], "dtype": _dtype_of(job)}
+        (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        job.tokenizer.save_pretrained(folder)
+
+    parts.store.save(
+        position.step, tensors_of(parts.sharded, parts.optimizer), position.to_json(job.data.fingerprint),
+        job.run.model_dump_json(indent=1), write_model, position.best_step,
+    )  # fmt: skip
+
+
+def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
+    """On the main rank: the Hugging Face folder, the curve and a summary beside them."""
+    job = parts.job
+    target = job.output / "model"
+    export_checkpoint(checkpoint, target, job.run.export.dtype, job.run.export.shard_size, overwrite=True, verified=True)
+    records = read_metrics(job.output / "metrics.jsonl")
+    write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
+    summary = {"step": outcome.step, "loss": outcome.loss, "eval_loss": outcome.eval_loss, "model": str(target)}
+    summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
+    (job.output / "result.json").write_text(json.dumps(summary, indent=1))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Dropout and the like: a fresh stream for each step and rank, so that resuming needs no saved state."""
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+
+
+def _due(every: Any, step: int) -> bool:
+    return every is not None and every.steps is not None and step % every.steps == 0
+
+
+def _dtype_of(job: Any) -> str:
+    return str(getattr(job.source.config, "dtype", None) or torch.float32).removeprefix("torch.")
+
+
+class Report:
+    """On the main rank: the live line and metrics.jsonl. Elsewhere nothing."""
+
+    def __init__(self, parts: Parts, total: int) -> None:
+        run, self._active = parts.job.run, parts.world.is_main
+        if self._active:
+            self._file = MetricsFile(parts.job.output / "metrics.jsonl")
+            self._file.truncate_after(parts.position.step)
+            self._progress = Progress(total, parts.position.step, run.log.refresh)
+
+    def __enter__(self) -> Report:
+        if self._active:
+            self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._active:
+            self._progress.__exit__(*error)
+            self._file.close()
+
+    def trained(self, records: list[dict[str, Any]]) -> None:
+        """New training records, oldest first."""
+        for record in records if self._active else []:
+            self._file.append(record)
+            self._progress.update(record)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """A new evaluation."""
+        if self._active:
+            record = {"kind": "eval", "step": step, "loss": loss, "perplexity": math.exp(min(loss, 50)), "time": time.time()}
+            self._file.append(record)
+            self._progress.evaluated(record)

@@ -1,0 +1,101 @@
+"""Collects each step's figures on the device and turns them into records when it is time to report.
+
+Reading a number from the device waits for it; so the step only appends tensors, and `flush` reads them all at once.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import RunFailed
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    rate: float
+    loss: torch.Tensor
+    norm: torch.Tensor
+    supervised: int
+    tokens: int
+    epoch: float
+
+
+class Meter:
+    """Per-step loss, norm and speed, reduced over ranks at report time."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, total: int, seconds: float, flops_per_token: float, peak: float | None) -> None:
+        self._group, self._device, self._total = group, device, total
+        self._pending: list[_Pending] = []
+        self._started, self._before = time.monotonic(), seconds
+        self._last = self._started
+        self._first_step: int | None = None
+        self._flops_per_token, self._peak = flops_per_token, peak
+
+    def add(self, step: int, rate: float, loss: torch.Tensor, norm: torch.Tensor, batch: Any) -> None:
+        """Notes a finished step; no waiting."""
+        self._first_step = step if self._first_step is None else self._first_step
+        self._pending.append(_Pending(step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch))
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, earlier sessions of the same run included."""
+        return self._before + time.monotonic() - self._started
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Records of the steps since the last flush, the same on every rank."""
+        if not self._pending:
+            return []
+        losses = torch.stack([p.loss.float() for p in self._pending]).cpu()
+        norms = torch.stack([p.norm.float() for p in self._pending]).cpu()
+        dist.all_reduce(losses, group=self._group)
+        now = time.monotonic()
+        speed = sum(p.tokens for p in self._pending) / max(now - self._last, 1e-9)
+        self._last = now
+        per_step = (now - self._started) / (self._pending[-1].step - (self._first_step or 0) + 1)
+        mfu = speed * self._flops_per_token / self._peak if self._peak else None
+        records = []
+        for entry, loss, norm in zip(self._pending, losses.tolist(), norms.tolist(), strict=True):
+            records.append(
+                {
+                    "kind": "train",
+                    "step": entry.step + 1,
+                    "loss": loss / max(1, entry.supervised),
+                    "learning_rate": entry.rate,
+                    "grad_norm": norm,
+                    "tokens": entry.tokens,
+                    "supervised_tokens": entry.supervised,
+                    "epoch": round(entry.epoch, 4),
+                    "tokens_per_second": round(speed, 1),
+                    "mfu": mfu,
+                    "memory_bytes": memory_now(self._device),
+                    "elapsed_seconds": round(self.seconds, 3),
+                    "eta_seconds": round(per_step * (self._total - entry.step - 1), 1),
+                }
+            )
+        self._pending = []
+        return records
+
+
+def memory_now(device: torch.device) -> int:
+    """Peak device memory on a GPU; resident memory of this process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
+def check_finite(records: list[dict[str, Any]]) -> None:
+    """A loss that is not a number never comes back: stop, and say so, rather than train on it."""
+    for record in records:
+        if not torch.isfinite(torch.tensor(record["loss"])):
+            raise RunFailed(
+                f"the loss became {record['loss']} at step {record['step']} (gradient norm {record['grad_norm']:.3g})\n"
+                "  → lower train.learning_rate, raise train.warmup, or use precision: bf16 or fp32; "
+                "the checkpoints before this step are whole"
+            )

@@ -1,0 +1,45 @@
+"""What is minimised: a small object that turns a micro-batch into a summed loss.
+
+Sums, not means: the loop divides by the learned tokens of the whole step, so that accumulation over micro-batches and
+ranks of any shape equals the one big batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.data.loader import IGNORE, MicroBatch
+
+
+class Objective(Protocol):
+    """Anything the loop can train: a forward that returns the summed loss of the learned tokens."""
+
+    def __call__(self, model: Any, batch: MicroBatch) -> torch.Tensor: ...
+
+
+class CausalObjective:
+    """Next-token cross-entropy."""
+
+    def __init__(self, model: Any) -> None:
+        self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, model: Any, batch: MicroBatch) -> torch.Tensor:
+        """Sum of -log p over the learned tokens of the micro-batch."""
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+        if batch.attention_mask is not None:
+            inputs["attention_mask"] = batch.attention_mask
+        labels = batch.labels
+        if self._keeps_some and labels.device.type == "cpu":
+            # The head is a fifth of a small model's work; columns that no row learns from need no logits. On a GPU the
+            # list of columns would be a host sync, so there all are computed.
+            columns = (labels != IGNORE).any(0).nonzero().flatten()
+            if 0 < len(columns) < labels.shape[1]:
+                inputs["logits_to_keep"], labels = columns, labels[:, columns]
+        logits = model(**inputs, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -1,0 +1,102 @@
+"""From a job to the parts of the loop, in one visible order: build → recompute → shard → fill → check → optimizer → resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._composable import checkpoint as recompute
+
+from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint
+from shardwise.data.loader import Loader
+from shardwise.models.build import build_on_meta, find_blocks, materialise, random_unit
+from shardwise.models.weights import load_weights
+from shardwise.observe.hardware import flops_per_token, peak_flops
+from shardwise.optim.adamw import build_optimizer
+from shardwise.parallel.mesh import World
+from shardwise.train.job import Job
+from shardwise.train.meter import Meter
+from shardwise.train.objective import CausalObjective, Objective
+from shardwise.train.selfcheck import check_model
+from shardwise.train.state import Position, restore
+from shardwise.train.status import Status
+from shardwise.zero.stages import ShardedModel, shard_model
+
+
+@dataclass
+class Parts:
+    """Everything the loop uses."""
+
+    job: Job
+    world: World
+    sharded: ShardedModel
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    loader: Loader
+    eval_loader: Loader | None
+    store: CheckpointStore
+    position: Position
+    meter: Meter
+    status: Status
+
+
+def build_model(job: Job, world: World, say: Callable[[str], None] = lambda _: None) -> ShardedModel:
+    """The model, sharded and filled; at stage 3 no rank ever holds it whole."""
+    run, source = job.run, job.source
+    model = build_on_meta(source)
+    blocks = find_blocks(model)
+    if run.recompute == "full":
+        for _, block in blocks:
+            recompute(block)
+    fill = random_unit(model, run.train.seed, world.device) if source.weights is None else None
+    sharded = shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, fill)
+    if source.weights is not None:
+        materialise(model, world.device)
+        load_weights(model, source.weights)
+        sharded = ShardedModel(model, run.parallel.zero, world.mesh)
+    model.train()
+    say(f"{len(blocks)} blocks sharded over {world.mesh.size(1)}, replicated {world.mesh.size(0)} times")
+    return sharded
+
+
+def build_parts(job: Job, world: World, status: Status, say: Callable[[str], None] = lambda _: None) -> Parts:
+    """Builds, checks and, where there is a checkpoint, resumes."""
+    run = job.run
+    status.set("loading the model")
+    sharded = build_model(job, world, say)
+    model: Any = sharded.model
+    status.set("checking the model")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
+    optimizer = build_optimizer(sharded.parameters, run.train)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=run.precision == "fp16")
+    root = job.output / "checkpoints"
+    store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.background, world.checkpoint)
+    position = Position()
+    if (folder := choose_checkpoint(run.resume, root)) is not None:
+        status.set("resuming")
+        position = restore(folder, sharded, optimizer, job.data.fingerprint, world.control, world.checkpoint)
+        if position.scaler:
+            scaler.load_state_dict(position.scaler)
+        say(f"going on from {folder} (step {position.step})")
+    return Parts(
+        job, world, sharded, CausalObjective(model), optimizer, scaler, job.loader(), job.eval_loader(), store, position,
+        _meter(job, world, model, position), status,
+    )  # fmt: skip
+
+
+def _meter(job: Job, world: World, model: Any, position: Position) -> Meter:
+    config = model.config.get_text_config()
+    tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    lookup = 0 if tied else model.get_input_embeddings().weight.numel()
+    work = flops_per_token(
+        job.parameters, lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length
+    )
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    peak = peak_flops(name, job.run.precision) if name else None
+    assert job.run.train.steps is not None
+    total_peak = peak * world.size if peak else None
+    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak)

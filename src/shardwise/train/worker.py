@@ -1,0 +1,88 @@
+"""One rank: joins the others, trains, and on failure leaves a note that says rank, step, activity and reason.
+
+Started by launch/local.py as `python -m shardwise.train.worker JOB`, or run in place under torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from shardwise.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from shardwise.train.job import Job
+    from shardwise.train.loop import Outcome
+    from shardwise.train.status import Status
+
+
+def logs_of(output: Path) -> Path:
+    """Where the ranks' logs, notes and last words lie."""
+    return output / "logs"
+
+
+def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: None) -> Outcome:
+    """Trains as the rank that the environment describes."""
+    import torch.distributed as dist
+
+    from shardwise.parallel.mesh import init_world
+    from shardwise.train.loop import fit
+    from shardwise.train.setup import build_parts
+
+    status.set("meeting the other ranks")
+    world = init_world(job.run)
+    outcome = fit(build_parts(job, world, status, say if world.is_main else lambda _: None))
+    dist.destroy_process_group()
+    return outcome
+
+
+def main(job_file: Path) -> NoReturn:
+    """The process of one rank; exits 0 when done, 130/143 when stopped, else leaves a note and exits 1 or 2."""
+    from shardwise.train.job import read_job
+    from shardwise.train.status import Status
+
+    _die_with_parent()
+    rank, logs = int(os.environ["RANK"]), logs_of(job_file.parent)
+    status = Status(logs / f"rank-{rank}.status")
+    code = 0
+    try:
+        outcome = run_rank(read_job(job_file), status, lambda text: print(f"  {text}", flush=True))
+        code = 128 + outcome.stopped_by if outcome.stopped_by else 0
+    except BaseException as error:
+        traceback.print_exc()
+        note = failure_note(error, rank, status)
+        (logs / f"rank-{rank}.error.json").write_text(json.dumps(note))
+        code = 2 if isinstance(error, UserError) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # After a failure no further collectives: a normal interpreter exit would wait for process groups and threads.
+    os._exit(code)
+
+
+def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, object]:
+    """What the supervisor needs to explain a failure."""
+    known = isinstance(error, (UserError, RunFailed))
+    text = str(error).strip()
+    reason = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+    kind = "user" if isinstance(error, UserError) else "run" if known else "bug"
+    return {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": reason, "time": time.time()}
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel (Linux) to end this rank if the supervisor is killed, so that none is left behind."""
+    set_parent_death_signal = 1
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""The library's front door: describe a run, fit it, get a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.load import load_run
+from shardwise.config.schema import Run
+from shardwise.errors import Interrupted
+from shardwise.train.job import Job, prepare_job
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run hands over."""
+
+    step: int
+    loss: float | None
+    eval_loss: float | None
+    model: Path
+    metrics: list[dict[str, Any]]
+
+
+class Trainer:
+    """Trains what a run describes: `Trainer("run.yaml").fit()`.
+
+    `run` is a path, a dict, or a Run; overrides are "key.path=value". Ranks are started as the run says, also from a
+    notebook; under torchrun the current process is one of them.
+    """
+
+    def __init__(self, run: str | Path | dict[str, Any] | Run, *overrides: str) -> None:
+        self.loaded = load_run(run, overrides)
+        self._job: Job | None = None
+
+    def prepare(self, say: Callable[[str], None] = lambda _: None) -> Job:
+        """Checks everything and readies model and data, without starting a process."""
+        if self._job is None:
+            self._job = prepare_job(self.loaded, say)
+        return self._job
+
+    def fit(self, say: Callable[[str], None] = lambda _: None) -> Result:
+        """Trains to the end and returns where the model lies; raises if the run fails or is stopped."""
+        job = self.prepare(say)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            self._fit_here(job, say)
+        else:
+            from shardwise.launch.local import launch
+
+            launch(job)
+        return self._result(job)
+
+    def _fit_here(self, job: Job, say: Callable[[str], None]) -> None:
+        from shardwise.train.status import Status
+        from shardwise.train.worker import logs_of, run_rank
+
+        logs = logs_of(job.output)
+        logs.mkdir(parents=True, exist_ok=True)
+        outcome = run_rank(job, Status(logs / f"rank-{os.environ['RANK']}.status"), say)
+        if outcome.stopped_by:
+            raise Interrupted(f"stopped at step {outcome.step}; the same command goes on from there", 128 + outcome.stopped_by)
+
+    def _result(self, job: Job) -> Result:
+        from shardwise.observe.metrics import read_metrics
+
+        summary = json.loads((job.output / "result.json").read_text())
+        return Result(summary["step"], summary["loss"], summary["eval_loss"], Path(summary["model"]), read_metrics(job.output / "metrics.jsonl"))

@@ -1,0 +1,1 @@
+"""ZeRO on FSDP2."""

@@ -1,0 +1,94 @@
+"""What a rank holds and sends, counted and predicted: the figures that tests compare with the ZeRO formulas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.zero.stages import ShardedModel
+
+
+def predicted_bytes(parameters: int, stage: int, shard: int, precision: str) -> dict[str, float]:
+    """Bytes per rank while gradients are accumulated, by ZeRO's formulas with fp32 reduction (gradients 4 bytes).
+
+    "parameters" are the working copies (2 bytes in mixed precision); "optimizer" is the fp32 master and two moments.
+    At stage 3 the working copies of one block at a time come on top; they are not held.
+    """
+    working = {"fp32": 4, "bf16": 2, "fp16": 2}[precision]
+    divided = parameters / shard
+    return {
+        "parameters": working * parameters if stage < 3 else 0,
+        "gradients": 4 * parameters if stage < 2 else 4 * divided,
+        "optimizer": 12 * (parameters if stage == 0 else divided),
+    }
+
+
+def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of storage this rank holds now, by the categories of `predicted_bytes`."""
+    masters, working, gradients = [], [], []
+    for unit in sharded.model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        state: Any = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            for fp in group.fsdp_params if group else []:
+                masters.append(fp.sharded_param)
+                working += fp.all_gather_outputs
+                gradients += [fp.sharded_param.grad, fp.unsharded_accumulated_grad]
+                if hasattr(fp, "_unsharded_param"):
+                    gradients.append(fp._unsharded_param.grad)
+            partial = getattr(group, "_partial_reduce_output", None) if group else None
+            gradients.append(partial)
+    moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim]
+    return {
+        "parameters": _storage(working),
+        "gradients": _storage(gradients),
+        "optimizer": _storage(masters) + _storage(moments),
+    }
+
+
+def _storage(tensors: list[Any]) -> int:
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+class WireCount(TorchDispatchMode):
+    """Counts what each collective moves per rank: all-gather its output, reduce-scatter its input, all-reduce twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self._count(name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        if name.startswith("_allgather_base"):
+            self._add("all_gather", [args[0]], 1)
+        elif name.startswith("_reduce_scatter_base"):
+            self._add("reduce_scatter", [args[1]], 1)
+        elif name.startswith("allreduce"):
+            self._add("all_reduce", args[0] if isinstance(args[0], (list, tuple)) else [args[0]], 2)
+        else:
+            self._add(name, [a for a in args if isinstance(a, torch.Tensor)], 1)
+
+    def _add(self, name: str, tensors: Any, times: int) -> None:
+        for tensor in tensors:
+            self.elements[name] += times * tensor.numel()
+            self.bytes[name] += times * tensor.numel() * tensor.element_size()

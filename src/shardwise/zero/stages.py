@@ -1,0 +1,104 @@
+"""ZeRO stages 0–3 and hybrid sharding as policies on FSDP2, with its footguns kept in here.
+
+[Note: stages on FSDP2] One mechanism serves every stage: `fully_shard` on a (replicate, shard) mesh.
+  stage 0  mesh (N, 1): nothing sharded; gradients all-reduced once a step          moves 2Ψ a step
+  stage 1  parameters gathered once a step, gradients kept whole until the last
+           micro-batch, then reduce-scattered: only the optimizer is sharded        moves 2Ψ a step
+  stage 2  gradients reduce-scattered every micro-batch                             moves (1+n)Ψ for n micro-batches
+  stage 3  parameters freed after each block's forward and gathered again           moves 3nΨ
+  hybrid   the same within a shard group; gradients all-reduced across groups on the last micro-batch
+What bites, and what is done about it:
+  * `set_reshard_after_backward(False)` left on the last micro-batch freezes training in silence, because the optimizer
+    then updates shards that are never gathered again. `micro_batch(last=True)` always turns it back on.
+  * After a forward without backward (evaluation) at stage 1 or 2 the parameters stay gathered and
+    `model.parameters()` yields tensors that the optimizer does not own. We keep our own list, taken at sharding time,
+    and `evaluation()` reshards on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class ShardedModel:
+    """A model spread over the mesh; the training loop talks to FSDP only through this."""
+
+    def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
+        self.model, self.stage, self.mesh = model, stage, mesh
+        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.mesh.size()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around the forward and backward of one micro-batch; `last` is the one before the optimizer step."""
+        root = self._root
+        if self.stage <= 1:
+            root.set_requires_gradient_sync(last)
+        else:
+            root.set_requires_all_reduce(last)
+        if self.stage < 3:
+            root.set_reshard_after_backward(last)
+        yield
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around forwards without backward: evaluation mode, no gradients, and shards put back at the end."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.reshard()
+            self.model.train()
+
+    def reshard(self) -> None:
+        """Frees every gathered parameter, so that the module holds the optimizer's own tensors again."""
+        for unit in self._units:
+            unit.reshard()
+
+    def clip(self, max_norm: float | None) -> torch.Tensor:
+        """The global gradient norm, on the device; gradients are scaled down to max_norm if they exceed it."""
+        parameters = list(self.parameters.values())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.model, FSDPModule)
+        return self.model
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    stage: int,
+    precision: str,
+    fill: Callable[[str, nn.Module], None] | None = None,
+) -> ShardedModel:
+    """Shards block by block, then the rest; `fill` makes each unit's weights right before it is divided."""
+    compute = COMPUTE[precision]
+    policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
+    for name, unit in [*blocks, ("", model)]:
+        if fill is not None:
+            fill(name, unit)
+        fully_shard(unit, **options)
+    return ShardedModel(model, stage, mesh)
