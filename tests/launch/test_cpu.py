@@ -101,7 +101,7 @@ def test_a_cpu_that_cannot_is_told_before_workers_start(tmp_path: Path, play, mo
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     tries = play(dies_unless("never"))
     assert probe_cpu("bf16") == CpuProbe("bf16", None, False, 0.0, 0.0)
-    with pytest.raises(UserError, match="precision = 'bf16'.*\n.*fp32"):
+    with pytest.raises(UserError, match=r"precision = 'bf16'.*\n.*fp32"):
         cpu_env("bf16")
     assert len(tries.read_text().split()) == 5  # the second question was answered from the cache
 

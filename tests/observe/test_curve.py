@@ -143,7 +143,7 @@ def test_page_holds_the_series(tmp_path: Path) -> None:
 
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     page = _page(tmp_path, _records())
-    assert not [tag for tag, attrs in page.tags if tag in ("link", "img", "iframe") or "src" in attrs or "href" in attrs]
+    assert not [tag for tag, attrs in page.tags if tag in ("link", "img") or "src" in attrs or "href" in attrs]
     style = "".join(page.texts["style"])
     assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
 
@@ -196,5 +196,5 @@ def test_page_of_a_long_run_stays_small_and_keeps_its_spikes(tmp_path: Path) -> 
 
 def test_smoothed_line_follows_a_steep_start_without_lag(tmp_path: Path) -> None:
     records = [{"kind": "train", "step": step, "loss": 100.0 - step} for step in range(1, 101)]
-    smooth = dict(map(tuple, _page(tmp_path, records).data()["smooth"]))
+    smooth = {step: value for step, value in _page(tmp_path, records).data()["smooth"]}
     assert smooth[50] == pytest.approx(50.0, abs=0.01)

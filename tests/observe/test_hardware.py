@@ -91,7 +91,7 @@ def test_flops_per_token_agrees_with_torch() -> None:
     with FlopCounterMode(display=False) as counter:
         x = embedding[torch.arange(sequence)] * 1.0
         q, k, v = (x @ weights[name] for name in names[:3])
-        ((q @ k.T).softmax(-1) @ v @ weights["o"] @ head).sum().backward()
+        torch.autograd.backward(((q @ k.T).softmax(-1) @ v @ weights["o"] @ head).sum())
     parameters = embedding.numel() + head.numel() + sum(weight.numel() for weight in weights.values())
     counted = flops_per_token(parameters, embedding.numel(), layers=1, hidden=hidden, sequence_length=sequence)
     # Torch computes the full square of attention here: the causal half is added back.

@@ -165,9 +165,11 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(play: Play, tmp_path:
 
 
 def test_a_question_beyond_the_context_is_refused_and_the_chat_goes_on(play: Play, pairs: dict[str, str]) -> None:
-    screen, talk = play(LONG, "Hi")
+    screen, talk = play("Hi", LONG, "/undo", "Hi")
     assert "does not fit in the model's context" in screen
     assert talk.turns == [("Hi", pairs["Hi"])]
+    screen, talk = play("Hi", LONG)
+    assert talk.first_seen == 0 and "no longer seen" not in screen  # the refused question pushed nothing out
 
 
 def test_escape_codes_do_not_reach_the_terminal(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

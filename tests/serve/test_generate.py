@@ -142,6 +142,18 @@ def test_a_batch_that_cannot_share_still_answers_as_one_by_one(
     assert answers(untrained, tokenizer, questions, sampling) == alone
 
 
+def test_a_batch_leaves_out_a_stop_token_that_is_an_ordinary_word(model: Any, tokenizer: Any) -> None:
+    model.generation_config.eos_token_id = tokenizer(" how", add_special_tokens=False).input_ids
+    assert len(model.generation_config.eos_token_id) == 1
+    assert answers(model, tokenizer, ["Hi", "Draw"], Sampling(max_tokens=20)) == ["Hello there,", "né 日本 🙂 done"]
+
+
+def test_padding_is_no_repetition(model: Any, tokenizer: Any, pairs: dict[str, str]) -> None:
+    tokenizer.pad_token_id = tokenizer(" there", add_special_tokens=False).input_ids[0]
+    sampling = Sampling(max_tokens=5, repetition_penalty=50.0)
+    assert answers(model, tokenizer, list(pairs), sampling)[1] == "Hello there, how"
+
+
 def test_bos_is_not_doubled(tokenizer: Any) -> None:
     assert tokenizer("<s>x")["input_ids"].count(tokenizer.bos_token_id) == 2  # what the default would do
     ids = prompt_ids(tokenizer, ask("Hi"))

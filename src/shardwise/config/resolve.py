@@ -45,9 +45,15 @@ def resolve_machine(run: Run) -> Resolution:
     result = Resolution(run)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if run.device == "cuda" and not gpus:
-        raise UserError("device", "cuda", "no CUDA device is visible here", "use device: cpu, or run `shardwise doctor`")
+        raise UserError(
+            "device", "cuda", "no CUDA device is visible here", "use device: cpu, or run `shardwise doctor`"
+        )
     if run.device == "auto":
-        result.put("device", "cuda" if gpus else "cpu", f"{gpus} CUDA devices are visible" if gpus else "no CUDA device is visible")
+        result.put(
+            "device",
+            "cuda" if gpus else "cpu",
+            f"{gpus} CUDA devices are visible" if gpus else "no CUDA device is visible",
+        )
     ranks = _resolve_ranks(result, gpus)
     _resolve_backend(result, gpus, ranks)
     _resolve_precision(result)
@@ -58,20 +64,37 @@ def resolve_machine(run: Run) -> Resolution:
 
 def world_size(run: Run) -> int:
     """Ranks of the whole run: torchrun's count where it started us, else this host's."""
-    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else int(run.ranks)
+    return _launched("WORLD_SIZE") if "WORLD_SIZE" in os.environ else int(run.ranks)
+
+
+def _launched(name: str) -> int:
+    """A count that torchrun (or another launcher) left in the environment."""
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(
+            name, text, "this environment variable is no count of processes", f"unset {name}, or use torchrun"
+        )
+    return int(text)
 
 
 def _resolve_ranks(result: Resolution, gpus: int) -> int:
     run = result.run
     if "WORLD_SIZE" in os.environ:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        local = _launched("LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE")
         if run.ranks not in ("auto", local):
-            raise UserError("ranks", run.ranks, f"but the launcher started {local} processes on this host", "leave ranks out, or make both equal")
+            raise UserError(
+                "ranks",
+                run.ranks,
+                f"but the launcher started {local} processes on this host",
+                "leave ranks out, or make both equal",
+            )
         result.put("ranks", local, f"the launcher started {os.environ['WORLD_SIZE']} in all")
-        return int(os.environ["WORLD_SIZE"])
+        return _launched("WORLD_SIZE")
     if run.ranks == "auto":
         on_gpu = run.device == "cuda"
-        result.put("ranks", gpus if on_gpu else 1, "one per GPU" if on_gpu else "one process on a CPU; set ranks for more")
+        result.put(
+            "ranks", gpus if on_gpu else 1, "one per GPU" if on_gpu else "one process on a CPU; set ranks for more"
+        )
     return int(result.run.ranks)
 
 
@@ -80,12 +103,19 @@ def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
     if run.backend == "auto":
         crowded = run.device == "cuda" and int(run.ranks) > gpus
         if crowded:
-            raise UserError("ranks", run.ranks, f"but this host has {gpus} GPUs", f"use ranks: {gpus}, or backend: gloo to share GPUs (slow)")
+            raise UserError(
+                "ranks",
+                run.ranks,
+                f"but this host has {gpus} GPUs",
+                f"use ranks: {gpus}, or backend: gloo to share GPUs (slow)",
+            )
         result.put("backend", "nccl" if run.device == "cuda" else "gloo", f"device is {run.device}")
     elif run.backend == "nccl" and run.device == "cpu":
         raise UserError("backend", "nccl", "works on CUDA devices only", "use backend: gloo or leave it out")
     elif run.backend == "nccl" and int(run.ranks) > gpus:
-        raise UserError("ranks", run.ranks, f"but this host has {gpus} GPUs and NCCL takes one rank per GPU", f"use ranks: {gpus}")
+        raise UserError(
+            "ranks", run.ranks, f"but this host has {gpus} GPUs and NCCL takes one rank per GPU", f"use ranks: {gpus}"
+        )
 
 
 def _resolve_precision(result: Resolution) -> None:
@@ -105,19 +135,23 @@ def _resolve_precision(result: Resolution) -> None:
 def _check_parallel(run: Run, ranks: int) -> None:
     zero, shard = run.parallel.zero, run.parallel.shard
     if shard is not None and zero == 0:
-        raise UserError("parallel.shard", shard, "stage 0 shards nothing", "set parallel.zero to 1, 2 or 3, or leave shard out")
+        raise UserError(
+            "parallel.shard", shard, "stage 0 shards nothing", "set parallel.zero to 1, 2 or 3, or leave shard out"
+        )
     if ranks % shard_size(zero, shard, ranks):
         divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", f"use one of {divisors}")
     batch, micro = run.train.batch_size, run.train.micro_batch_size
     if batch % ranks:
         near = sorted({max(1, batch // ranks) * ranks, math.ceil(batch / ranks) * ranks})
-        raise UserError("train.batch_size", batch, f"cannot be divided among {ranks} ranks", f"use {' or '.join(map(str, near))}")
+        raise UserError(
+            "train.batch_size", batch, f"cannot be divided among {ranks} ranks", f"use {' or '.join(map(str, near))}"
+        )
     if micro != "auto" and batch % (int(micro) * ranks):
         per_rank = batch // ranks
         fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
-        raise UserError("train.micro_batch_size", micro, f"batch_size {batch} on {ranks} ranks is {per_rank} sequences per rank, not a multiple of it",
-                        f"use one of {fits[:12]}")  # fmt: skip
+        problem = f"batch_size {batch} on {ranks} ranks is {per_rank} sequences per rank, not a multiple of it"
+        raise UserError("train.micro_batch_size", micro, problem, f"use one of {fits[:12]}")
 
 
 def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
@@ -146,11 +180,15 @@ def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:
         values = result.run.model_dump()
         values["train"] |= {"steps": steps, "epochs": None}
         result.run = Run.model_validate(values)
-        result.reasons["train.steps"] = f"{epochs:g} epoch{'s' * (epochs != 1)} of {sequences_per_epoch} sequences, {train.batch_size} a step"
+        result.reasons["train.steps"] = (
+            f"{epochs:g} epoch{'s' * (epochs != 1)} of {sequences_per_epoch} sequences, {train.batch_size} a step"
+        )
 
 
 def check_output(run: Run) -> None:
-    """The output folder must be writable; found by writing, because permissions alone do not tell."""
+    """The output folder must be writable, found by writing (permissions alone do not tell); resume must be there."""
+    from shardwise.checkpoint.store import choose_checkpoint
+
     target = Path(run.output).expanduser()
     try:
         existing = target
@@ -161,4 +199,6 @@ def check_output(run: Run) -> None:
         with tempfile.NamedTemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise UserError("output", run.output, f"cannot be written ({error.strerror or error})", "choose a folder you may write to") from None
+        problem = f"cannot be written ({error.strerror or error})"
+        raise UserError("output", run.output, problem, "choose a folder you may write to") from None
+    choose_checkpoint(run.resume, target / "checkpoints")

@@ -1,4 +1,4 @@
-"""RUN.yaml as types: frozen, complete, and strict, so that a typo is found before any process starts.
+"""Every setting of a run: frozen, complete, and strict, so that a typo is found before any process starts.
 
 Only what works is here: a key that had no effect would be worse than an error. Values of `auto` are answered
 by `resolve.py` once the machine, the model and the data are known.
@@ -8,9 +8,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from shardwise.config.units import Duration, Interval, Number, Share, Size, Span, Whole
+from shardwise.config.units import (
+    Count,
+    Duration,
+    Interval,
+    Number,
+    Positive,
+    Share,
+    Size,
+    Span,
+    Whole,
+    is_quantity,
+    parse_number,
+    parse_share,
+)
+
+
+class Clash(ValueError):
+    """Settings that do not go together: the key to blame, what is wrong with it and what to do."""
+
+    def __init__(self, key: str, problem: str, remedy: str) -> None:
+        self.key, self.problem, self.remedy = key, problem, remedy
+        super().__init__(problem)
 
 
 class Section(BaseModel):
@@ -20,151 +41,200 @@ class Section(BaseModel):
 class Model(Section):
     """What to train: pretrained weights by name, or a fresh model from a configuration."""
 
-    name: str | None = Field(None, description="hub id, folder, .gguf file, or the embedded smollm2-135m-instruct")
-    config: dict[str, Any] | None = Field(None, description="start from scratch: a transformers config, with model_type")
-    tokenizer: str | None = Field(None, description="tokenizer to use, by hub id or folder; default: the model's own")
-    revision: str | None = Field(None, description="hub revision of the model")
-    trust_remote_code: bool = Field(False, description="run model code that the model's folder brings")
+    name: str | None = Field(
+        default=None, description="hub id, folder, .gguf file, or the embedded smollm2-135m-instruct"
+    )
+    config: dict[str, Any] | None = Field(
+        default=None, description="start from scratch: a transformers config, with model_type"
+    )
+    tokenizer: str | None = Field(
+        default=None, description="tokenizer to use, by hub id or folder; default: the model's own"
+    )
+    revision: str | None = Field(
+        default=None, description="hub revision of the model (quote it: a hash can be a number)"
+    )
+    trust_remote_code: bool = Field(default=False, description="run model code that the model's folder brings")
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
-        if (self.name is None) == (self.config is None):
-            raise ValueError("give either a name (pretrained weights) or a config (start from scratch)")
+        example = "smollm2-135m-instruct"
+        if self.name is None and self.config is None:
+            raise Clash("name", "neither a name nor a config is given", f"add e.g. model: {example}")
+        if self.name is not None and self.config is not None:
+            problem = "a name (pretrained weights) is given besides a config (start from scratch)"
+            raise Clash("config", problem, "remove model.name or model.config")
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError("a config to start from scratch needs model_type, e.g. model_type: llama")
+            raise Clash("config.model_type", "is needed to start from scratch", "add e.g. model_type: llama")
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("a model from scratch needs a tokenizer, e.g. tokenizer: smollm2-135m-instruct")
+            raise Clash("tokenizer", "a model from scratch needs one", f"add e.g. tokenizer: {example}")
+        if self.config is not None and self.revision is not None:
+            raise Clash("revision", "has no meaning for a model from scratch", "remove it, or give a name")
         return self
+
+
+def _model(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
 
 class Source(Section):
     """One set of examples."""
 
-    path: str = Field(description="file or glob: .jsonl (chat messages or text), .txt, .md")
-    format: Literal["auto", "chat", "text"] = Field("auto", description="auto reads it from the rows")
+    path: str = Field(description="file, folder or glob: .jsonl (chat messages or text), .txt, .md", min_length=1)
+    format: Literal["auto", "chat", "text"] = Field(default="auto", description="auto reads it from the rows")
 
 
 def _sources(value: Any) -> Any:
-    value = [value] if isinstance(value, (str, dict)) else value
-    if isinstance(value, (list, tuple)):
-        return tuple({"path": item} if isinstance(item, str) else item for item in value)
-    return value
+    value = [value] if isinstance(value, (str, dict, Source)) else value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("expected a path, or a list of paths and sources")
+    if not value:
+        raise ValueError("the list is empty")
+    return tuple({"path": item} if isinstance(item, str) else item for item in value)
 
 
 def _eval(value: Any) -> Any:
-    """A share ("2%", 0.02), or sources; a mapping or a path that is no number is a source."""
-    if isinstance(value, str) and not value.strip().rstrip("%").replace(".", "", 1).isdigit():
-        return _sources(value)
-    return _sources(value) if isinstance(value, (list, tuple, dict)) else value
+    """A share ("2%", 0.02) as a float, or sources."""
+    if isinstance(value, (int, float)) or (isinstance(value, str) and is_quantity(value)):
+        share = float(parse_share(value))
+        if not 0 <= share < 1:
+            raise ValueError("expected a share of at least 0 and below 1, such as 2% or 0.02")
+        return share
+    return _sources(value)
 
 
-Sources = Annotated[tuple[Source, ...], BeforeValidator(_sources)]
+AnySource = str | Source
+Sources = Annotated[
+    tuple[Source, ...],
+    BeforeValidator(_sources, json_schema_input_type=AnySource | Annotated[list[AnySource], Field(min_length=1)]),
+]
+ShareOrSources = Annotated[
+    # One or the other by type, so that a mistake in a source is not reported as a bad number besides.
+    Annotated[float, Tag("share")] | Annotated[tuple[Source, ...], Tag("sources")],
+    Discriminator(lambda value: "share" if isinstance(value, float) else "sources"),
+    BeforeValidator(_eval, json_schema_input_type=float | AnySource | list[AnySource]),
+]
 
 
 class Data(Section):
     """What to learn from."""
 
-    train: Sources = Field(description="a path, or a list of paths and sources", min_length=1)
-    eval: Annotated[Annotated[Share, Field(ge=0, lt=1)] | Sources, BeforeValidator(_eval)] = Field(
-        0.0, description="share held out per source (2%), or sources of its own; 0 = no evaluation"
+    train: Sources = Field(description="a path, or a list of paths and sources")
+    eval: ShareOrSources = Field(
+        default=0.0, description="share held out per source (2%), or sources of its own; 0 = no evaluation"
     )
-    sequence_length: Whole = Field(2048, ge=8, description="tokens per sequence")
-    packing: bool = Field(True, description="several documents per sequence, none seeing another")
-    loss_on: Literal["assistant", "all"] = Field("assistant", description="chat tokens that are learned")
+    sequence_length: Whole = Field(default=2048, ge=8, description="tokens per sequence")
+    packing: bool = Field(default=True, description="several documents per sequence, none seeing another")
+    loss_on: Literal["assistant", "all"] = Field(default="assistant", description="chat tokens that are learned")
     over_length: Literal["error", "drop", "truncate"] = Field(
-        "error", description="a conversation longer than sequence_length; plain text is always split"
+        default="error", description="a conversation longer than sequence_length; plain text is always split"
     )
+
+
+Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(parse_number)]
 
 
 class Train(Section):
     """How to learn."""
 
-    steps: Annotated[Whole, Field(ge=1)] | None = Field(None, description="optimizer steps; or give epochs")
-    epochs: Annotated[Number, Field(gt=0)] | None = Field(None, description="passes over the data; default 1")
-    batch_size: Whole = Field(32, ge=1, description="sequences per optimizer step, over all ranks")
-    micro_batch_size: Literal["auto"] | Annotated[Whole, Field(ge=1)] = Field(
-        "auto", description="sequences per rank and forward pass"
+    steps: Count | None = Field(default=None, description="optimizer steps; or give epochs")
+    epochs: Positive | None = Field(default=None, description="passes over the data; default 1")
+    batch_size: Whole = Field(default=32, ge=1, description="sequences per optimizer step, over all ranks")
+    micro_batch_size: Literal["auto"] | Count = Field(
+        default="auto", description="sequences per rank and forward pass: a number, or auto"
     )
-    optimizer: Literal["adamw"] = "adamw"
-    learning_rate: Number = Field(2e-5, gt=0)
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: Number = Field(1e-8, gt=0)
-    weight_decay: Number = Field(0.01, ge=0, description="not applied to norms and biases")
+    optimizer: Literal["adamw"] = Field(default="adamw", description="adamw = Adam with decoupled weight decay")
+    learning_rate: Number = Field(default=2e-5, gt=0, description="peak rate, e.g. 2e-5")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Adam's two decay rates, e.g. [0.9, 0.95]")
+    eps: Number = Field(default=1e-8, gt=0, description="Adam's guard against division by zero, e.g. 1e-8")
+    weight_decay: Number = Field(default=0.01, ge=0, description="not applied to norms and biases")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="after warm-up; wsd = warm-up, stable, then a linear decay"
+        default="cosine", description="after warm-up; wsd = warm-up, stable, then a linear decay"
     )
-    warmup: Span = Field("3%", description="share of the run, or steps")
-    decay: Span = Field("20%", description="length of the decay of wsd: share of the run, or steps")
-    final_learning_rate: Share = Field(0.0, ge=0, le=1, description="where the schedule ends, as a share of the peak")
-    clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest gradient norm; null = no clipping")
-    eval_every: Interval | None = Field(None, description="steps or time; default: at the end only")
-    seed: Whole = Field(0, ge=0, lt=2**31)
+    warmup: Span = Field(default="3%", description="share of the run (3%), or steps (100)")
+    decay: Span = Field(default="20%", description="length of the decay of wsd: share of the run (20%), or steps (100)")
+    final_learning_rate: Share = Field(
+        default=0.0, ge=0, le=1, description="where the schedule ends, as a share of the peak"
+    )
+    clip: Positive | None = Field(default=1.0, description="largest gradient norm; null = no clipping")
+    eval_every: Interval | None = Field(
+        default=None, description="steps (50) or time (10min); default: at the end only"
+    )
+    seed: Whole = Field(
+        default=0, ge=0, lt=2**31, description="decides order, held-out rows, fresh weights and dropout"
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("give steps or epochs, not both")
+            raise Clash("epochs", f"steps = {self.steps} is given too", "remove train.steps or train.epochs")
         return self
 
 
 class Parallel(Section):
     """How the model and its states are spread over the ranks."""
 
-    zero: Whole = Field(2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters")
-    shard: Annotated[Whole, Field(ge=1)] | None = Field(
-        None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
+    zero: Whole = Field(
+        default=2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters"
+    )
+    shard: Count | None = Field(
+        default=None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
     )
 
 
 class Checkpoint(Section):
     """When the state of the run is saved and what is kept."""
 
-    every: Interval | None = Field(100, description="steps or time; null = only at the end")
-    keep: Whole = Field(2, ge=1, description="newest checkpoints kept; the best by evaluation loss is kept besides")
-    background: bool = Field(True, description="write while training goes on")
+    every: Interval | None = Field(default=100, description="steps (100) or time (10min); null = only at the end")
+    keep: Whole = Field(
+        default=2, ge=1, description="newest checkpoints kept; the best by evaluation loss is kept besides"
+    )
+    background: bool = Field(default=True, description="write while training goes on")
 
 
 class Export(Section):
     """The Hugging Face folder written at the end."""
 
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="auto = as the original weights")
-    shard_size: Size = Field("4GiB", ge=1, description="largest safetensors file")
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(default="auto", description="auto = as the original weights")
+    shard_size: Size = Field(default=4 << 30, ge=1, description="largest safetensors file, e.g. 4GiB")
 
 
 class Log(Section):
     """What is reported while it runs."""
 
-    every: Whole = Field(1, ge=1, description="steps between reports; the device is waited for only then")
-    refresh: Duration = Field("200ms", gt=0, description="how often the live line is redrawn")
+    every: Whole = Field(default=1, ge=1, description="steps between reports; the device is waited for only then")
+    refresh: Duration = Field(default=0.2, gt=0, description="how often the live line is redrawn, e.g. 200ms")
 
 
 class Run(Section):
     """A run, described."""
 
-    model: Model
-    data: Data
-    method: Literal["full"] = Field("full", description="full = train every parameter")
-    train: Train = Train()
-    parallel: Parallel = Parallel()
+    model: Annotated[Model, BeforeValidator(_model, json_schema_input_type=str | Model)] = Field(
+        description="a name (hub id, folder, .gguf file), or settings of its own"
+    )
+    data: Data = Field(description="what to learn from, e.g. data: {train: chat.jsonl}")
+    method: Literal["full"] = Field(default="full", description="full = train every parameter")
+    train: Train = Field(default=Train(), description="how to learn")
+    parallel: Parallel = Field(default=Parallel(), description="how the model is spread over the ranks")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto", description="compute type; master weights are fp32. auto = bf16 on a GPU that has it, fp32 on a CPU"
+        default="auto",
+        description="compute type; master weights are fp32. auto = bf16 on a GPU that has it, fp32 on a CPU",
     )
-    recompute: Literal["none", "full"] = Field("none", description="full = keep only block inputs, compute the rest again")
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    ranks: Literal["auto"] | Annotated[Whole, Field(ge=1)] = Field(
-        "auto", description="processes on this host; auto = one per GPU, one on a CPU; set by torchrun when it starts us"
+    recompute: Literal["none", "full"] = Field(
+        default="none", description="full = keep only block inputs, compute the rest again"
     )
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    timeout: Duration = Field("10min", gt=0, description="longest wait for another rank")
-    checkpoint: Checkpoint = Checkpoint()
-    export: Export = Export()
-    log: Log = Log()
-    output: str = "out/run"
-    resume: str = Field("auto", description="auto = go on where the output folder left off; never; or a checkpoint folder")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_model(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("model"), str):
-            value = {**value, "model": {"name": value["model"]}}
-        return value
+    device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto = CUDA where there is a GPU")
+    ranks: Literal["auto"] | Count = Field(
+        default="auto",
+        description="processes on this host: a number, or auto = one per GPU, one on a CPU; torchrun sets it",
+    )
+    backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto = nccl on GPUs, gloo on CPUs")
+    timeout: Duration = Field(default=600.0, gt=0, description="longest wait for another rank, e.g. 10min")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved and what is kept")
+    export: Export = Field(default=Export(), description="the Hugging Face folder written at the end")
+    log: Log = Field(default=Log(), description="what is reported while it runs")
+    output: str = Field(default="out/run", min_length=1, description="folder for checkpoints, logs and the model")
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="auto = go on where the output folder left off; never; or a checkpoint folder",
+    )

@@ -5,10 +5,11 @@ YAML reads `1e-4` and `2%` as strings, so every numeric field of the schema acce
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 _SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
@@ -18,13 +19,21 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*)?\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za
 
 def _split(value: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(value)
-    if not match:
+    number = float(match[1].replace("_", "")) if match else math.inf
+    if not match or math.isinf(number):
         raise ValueError("not a number")
-    return float(match[1].replace("_", "")), match[2].lower()
+    return number, match[2]
+
+
+def _refuse_bool(value: Any, what: str) -> None:
+    # Python counts True as 1, and YAML reads `yes` and `on` as True.
+    if isinstance(value, bool):
+        raise ValueError(f"expected {what}, not true or false")
 
 
 def parse_number(value: Any) -> Any:
     """Turns "1e-4" and "1_000" into numbers; leaves everything else for pydantic to judge."""
+    _refuse_bool(value, "a number")
     if isinstance(value, str):
         try:
             number, unit = _split(value)
@@ -37,40 +46,39 @@ def parse_number(value: Any) -> Any:
 
 def parse_share(value: Any) -> Any:
     """Turns "2%" into 0.02; numbers pass."""
+    what = "a share such as 2% or 0.02"
+    _refuse_bool(value, what)
     if isinstance(value, str):
-        try:
-            number, unit = _split(value)
-        except ValueError:
-            raise ValueError("expected a share such as 2% or 0.02") from None
-        if unit == "%":
-            return number / 100
-        if unit:
-            raise ValueError(f"unknown unit {unit!r}: write a share such as 2% or 0.02")
-        return number
+        number, unit = _guard(value, what)
+        if unit not in ("", "%"):
+            raise ValueError(f"unknown unit {unit!r}: write {what}")
+        return number / 100 if unit else number
     return value
 
 
 def parse_size(value: Any) -> Any:
     """Turns "4GiB" into bytes; a bare integer is bytes."""
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError("expected a size such as 4GiB or 500MB")
+    what = "a size such as 4GiB or 500MB"
+    _refuse_bool(value, what)
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(f"expected {what}")
     if isinstance(value, str):
-        number, unit = _guard(value, "a size such as 4GiB or 500MB")
-        if unit and unit not in _SIZE:
+        number, unit = _guard(value, what)
+        if unit and unit.lower() not in _SIZE:
             raise ValueError(f"unknown unit {unit!r}: use B, KB, MB, GB, KiB, MiB or GiB")
-        return int(number * _SIZE.get(unit, 1))
+        return int(number * _SIZE.get(unit.lower(), 1))
     return value
 
 
 def parse_duration(value: Any) -> Any:
     """Turns "200ms" or "10min" into seconds; a bare number is seconds."""
-    if isinstance(value, bool):
-        raise ValueError("expected a duration such as 200ms, 30s or 10min")
+    what = "a duration such as 200ms, 30s or 10min"
+    _refuse_bool(value, what)
     if isinstance(value, str):
-        number, unit = _guard(value, "a duration such as 200ms, 30s or 10min")
-        if unit and unit not in _TIME:
+        number, unit = _guard(value, what)
+        if unit and unit.lower() not in _TIME:
             raise ValueError(f"unknown unit {unit!r}: use ms, s, min, h or d")
-        return number * _TIME.get(unit, 1.0)
+        return number * _TIME.get(unit.lower(), 1.0)
     return value
 
 
@@ -79,6 +87,14 @@ def _guard(value: str, what: str) -> tuple[float, str]:
         return _split(value)
     except ValueError:
         raise ValueError(f"expected {what}") from None
+
+
+def is_quantity(value: Any) -> bool:
+    """Whether a value reads as a number with or without a unit, rather than as a path."""
+    try:
+        return not isinstance(value, str) or bool(_split(value))
+    except ValueError:
+        return False
 
 
 class Every(str):
@@ -92,7 +108,7 @@ class Every(str):
     @property
     def seconds(self) -> float | None:
         number, unit = _split(self)
-        return number * _TIME[unit] if unit else None
+        return number * _TIME[unit.lower()] if unit else None
 
 
 def parse_every(value: Any) -> Every:
@@ -102,28 +118,39 @@ def parse_every(value: Any) -> Every:
         raise ValueError(f"expected {what}")
     text = str(value)
     number, unit = _guard(text, what)
-    if unit and unit not in _TIME:
+    if unit and unit.lower() not in _TIME:
         raise ValueError(f"unknown unit {unit!r}: use steps (no unit), s, min or h")
     if number <= 0 or (not unit and not number.is_integer()):
         raise ValueError(f"expected {what}, above 0")
     return Every(text)
 
 
-class Warmup(float):
-    """A length of the run: a share of it (below 1) or a number of steps (1 and above)."""
+class Portion(str):
+    """A length of the run, as written: a share of it ("3%", "0.03") or a number of steps ("100")."""
 
     def steps(self, total: int) -> int:
-        return round(self * total) if self < 1 else int(self)
+        """How many steps of a run of `total` steps it is."""
+        number, unit = _split(self)
+        share = number / 100 if unit else number
+        return round(share * total) if unit or number < 1 else int(number)
 
 
-def parse_warmup(value: Any) -> Warmup:
-    """Accepts 3% (of the run) or 100 (steps)."""
+def parse_portion(value: Any) -> Portion:
+    """Accepts 3% (of the run) or 100 (steps); 100% is the whole run and 1 is one step."""
+    what = "a share such as 3% or a whole number of steps such as 100"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a share such as 3% or a number of steps such as 100")
-    number = float(parse_share(value))
-    if number < 0 or (number >= 1 and not number.is_integer()):
-        raise ValueError("expected a share such as 3% or a whole number of steps such as 100")
-    return Warmup(number)
+        raise ValueError(f"expected {what}")
+    number, unit = _guard(str(value), what)
+    if unit not in ("", "%"):
+        raise ValueError(f"unknown unit {unit!r}: write {what}")
+    if number < 0 or (number > 100 if unit else number >= 1 and not number.is_integer()):
+        raise ValueError(f"expected {what}")
+    return Portion(value)
+
+
+def _plain_portion(value: Portion) -> float | str:
+    number, unit = _split(value)
+    return str(value) if unit else int(number) if number.is_integer() else number
 
 
 def _schema(kind: str, example: str) -> WithJsonSchema:
@@ -132,6 +159,9 @@ def _schema(kind: str, example: str) -> WithJsonSchema:
 
 Number = Annotated[float, BeforeValidator(parse_number)]
 Whole = Annotated[int, BeforeValidator(parse_number)]
+# Bounds inside: around a validator, and within a union, pydantic leaves them out of the JSON schema.
+Positive = Annotated[float, Field(gt=0), BeforeValidator(parse_number)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(parse_number)]
 Share = Annotated[float, BeforeValidator(parse_share), _schema("share", "2%")]
 Size = Annotated[int, BeforeValidator(parse_size), _schema("size", "4GiB")]
 Duration = Annotated[float, BeforeValidator(parse_duration), _schema("duration", "200ms or 10min")]
@@ -141,4 +171,9 @@ Interval = Annotated[
     PlainSerializer(lambda e: e.steps if e.steps is not None else str(e)),
     _schema("steps or time", "50 or 10min"),
 ]
-Span = Annotated[Any, BeforeValidator(parse_warmup), PlainSerializer(float), _schema("share of the run or steps", "3%")]
+Span = Annotated[
+    Any,
+    BeforeValidator(parse_portion),
+    PlainSerializer(_plain_portion),
+    _schema("share of the run or steps", "3% or 100"),
+]

@@ -1,7 +1,7 @@
 """Serves each step's sequences to each rank, the same on any number of ranks, from any position.
 
-The order of sequences is a pure function of the seed, so the only state is how many have been consumed. Every rank knows
-the whole step, hence the global number of learned tokens, without asking the others.
+The order of sequences is a pure function of the seed, so the only state is how many have been consumed. Every rank
+knows the whole step, hence the global number of learned tokens, without asking the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ class Loader:
     """Sequences of a corpus in shuffled, packed order, epoch after epoch."""
 
     def __init__(self, corpus: Corpus, sequence_length: int, packing: bool, seed: int, pad_id: int) -> None:
-        self.corpus, self.sequence_length, self.packing, self.seed, self.pad_id = corpus, sequence_length, packing, seed, pad_id
+        self.corpus, self.sequence_length, self.packing, self.seed, self.pad_id = (
+            corpus,
+            sequence_length,
+            packing,
+            seed,
+            pad_id,
+        )
         self._lengths, self._supervised = corpus.lengths, corpus.supervised
         self._epoch = lru_cache(maxsize=2)(self._pack_epoch)
         self._sizes: list[int] = []

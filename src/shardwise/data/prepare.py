@@ -103,7 +103,12 @@ def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
             for index, source in enumerate(data.eval)
         ]
     if not train.documents:
-        raise UserError("data.train", [s.path for s in data.train], "holds no example to train on", "check the files and data.over_length")
+        raise UserError(
+            "data.train",
+            [s.path for s in data.train],
+            "holds no example to train on",
+            "check the files and data.over_length",
+        )
     train.save(folder / "train")
     if evaluation.documents:
         evaluation.save(folder / "eval")
@@ -111,7 +116,17 @@ def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
     (folder / "bill.json").write_text(json.dumps(bill, indent=1))
 
 
-def _add_source(source: Source, index: int, field: str, data: Data, tokenizer: Any, seed: int, share: float, train: _Writer, held: _Writer) -> Bill:
+def _add_source(
+    source: Source,
+    index: int,
+    field: str,
+    data: Data,
+    tokenizer: Any,
+    seed: int,
+    share: float,
+    train: _Writer,
+    held: _Writer,
+) -> Bill:
     rows = list(read_rows(source, field))
     if any(row.messages is not None for row in rows):
         check_template(tokenizer, "model.tokenizer")
@@ -141,7 +156,10 @@ def _fit(document: Document, row: Row, data: Data, field: str) -> tuple[list[Doc
     if row.messages is None:
         # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
         cuts = range(0, length - 1, limit - 1)
-        pieces = [Document(document.where, document.tokens[c : c + limit], document.learned[c : c + limit].copy()) for c in cuts]
+        pieces = [
+            Document(document.where, document.tokens[c : c + limit], document.learned[c : c + limit].copy())
+            for c in cuts
+        ]
         for piece in pieces:
             piece.learned[:1] = False
         return pieces, None
@@ -187,7 +205,11 @@ def _key(data: Data, tokenizer: Any, seed: int) -> str:
     """Everything that decides the tokens: the files' bytes, the settings, the tokenizer and its template."""
     digest = hashlib.sha256()
     settings = data.model_dump(exclude={"packing"})
-    digest.update(json.dumps([FORMAT, settings, seed, tokenizer.chat_template, tokenizer.eos_token_id], sort_keys=True, default=str).encode())
+    digest.update(
+        json.dumps(
+            [FORMAT, settings, seed, tokenizer.chat_template, tokenizer.eos_token_id], sort_keys=True, default=str
+        ).encode()
+    )
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     sources = [(f"data.train.{i}", s) for i, s in enumerate(data.train)]
     if not isinstance(data.eval, float):

@@ -5,10 +5,15 @@ and just after each assistant message and compare: the text between the two is t
 whose rendering only ever grows; one that rewrites earlier turns has no unique answer and is refused. From the turn we
 keep what follows the generation prompt, up to and including the first special token after the content (the end of
 turn), so that a trailing newline is not learned. Characters become tokens through the tokenizer's own offsets.
+
+[Note: markup in content] A message that spells a special token (`<|im_end|>`) would be tokenised as that token: turns
+that nobody took, or an answer that ends half-way. The tokenizer cannot be told which occurrence is text, so such a row
+is refused. Plain text is left as it is: there a special token is what the author of the corpus wrote.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,103 +37,121 @@ class Document:
 
 def render_rows(rows: Iterable[Row], tokenizer: Any, loss_on: str, field: str) -> Iterator[Document]:
     """Documents in the order of the rows, tokenised in batches."""
+    renderer = _Renderer(tokenizer, loss_on, field)
     batch: list[Row] = []
     for row in rows:
         batch.append(row)
         if len(batch) == BATCH:
-            yield from _render_batch(batch, tokenizer, loss_on, field)
+            yield from renderer.render(batch)
             batch = []
     if batch:
-        yield from _render_batch(batch, tokenizer, loss_on, field)
+        yield from renderer.render(batch)
 
 
-def _render_batch(rows: list[Row], tokenizer: Any, loss_on: str, field: str) -> Iterator[Document]:
-    texts, spans = [], []
-    for row in rows:
-        if row.messages is None:
-            texts.append(row.text or "")
-            spans.append(None)
-        else:
-            text, turns = _render_chat(row, tokenizer, loss_on, field)
+class _Renderer:
+    def __init__(self, tokenizer: Any, loss_on: str, field: str) -> None:
+        self.tokenizer, self.loss_on, self.field = tokenizer, loss_on, field
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+        self.last = [eos] if eos is not None else []
+        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        special |= set(tokenizer.all_special_tokens)
+        self.special = _any_of(special)
+        self.marks = _any_of(special | set(tokenizer.get_added_vocab()))
+
+    def render(self, rows: list[Row]) -> Iterator[Document]:
+        texts: list[str] = []
+        spans: list[list[tuple[int, int]] | None] = []
+        for row in rows:
+            text, turns = (row.text or "", None) if row.messages is None else self._chat(row, list(row.messages))
             texts.append(text)
             spans.append(turns)
-    # A chat template writes BOS itself; adding special tokens again would double it.
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for row, ids, offsets, turns in zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True):
-        if turns is None:
-            ids = ([tokenizer.bos_token_id] if _adds_bos(tokenizer) else []) + ids
-            ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-            learned = np.ones(len(ids), dtype=bool)
-        else:
-            learned = _mask(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), turns)
-        learned[:1] = False
-        yield Document(row.where, np.asarray(ids, dtype=np.int32), learned)
+        # A chat template writes BOS itself; adding special tokens again would double it.
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for row, ids, offsets, turns in zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True):
+            if turns is None:
+                learned_from = len(ids) > 0  # an empty text teaches nothing, not even to end at once
+                ids = ids if ids[:1] == self.first else self.first + ids
+                ids = ids if ids[-1:] == self.last else ids + self.last
+                learned = np.full(len(ids), learned_from)
+            else:
+                learned = _mask(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), turns)
+            learned[:1] = False
+            yield Document(row.where, np.asarray(ids, dtype=np.int32), learned)
+
+    def _chat(self, row: Row, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
+        for index, message in enumerate(messages):
+            if found := self.special.search(message["content"]):
+                problem = f"the content spells {found[0]}, which the tokenizer reads as markup"
+                remedy = "write it differently (a space inside will do) or delete the row"
+                raise UserError(self.field, f"{row.where} message {index + 1}", problem, remedy)
+        whole = self._apply(row, messages)
+        if self.loss_on == "all":
+            return whole, [(0, len(whole))]
+        turns = [self._turn(row, messages, i, whole) for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not turns:
+            problem = "the conversation has no assistant message, so nothing would be learned"
+            raise UserError(self.field, row.where, problem, "add one, delete the row, or use data.loss_on: all")
+        return whole, turns
+
+    def _turn(self, row: Row, messages: list[dict[str, str]], index: int, whole: str) -> tuple[int, int]:
+        """Where in the whole rendering one assistant message and its end of turn lie."""
+        if index == 0:
+            problem = "the conversation begins with the assistant"
+            raise UserError(self.field, row.where, problem, "begin with a user or system message")
+        before = self._apply(row, messages[:index], prompt=True)
+        after = self._apply(row, messages[: index + 1]).rstrip()
+        if not (whole.startswith(after) and after.startswith(before)):
+            problem = "the chat template rewrites earlier turns, so what the assistant said cannot be told apart"
+            raise UserError(self.field, row.where, problem, "use data.loss_on: all, or one assistant message per row")
+        return len(before), len(before) + self._end(row, after[len(before) :], messages[index]["content"].strip())
+
+    def _end(self, row: Row, turn: str, content: str) -> int:
+        """The end of the first special token after the content; the turn may hold several, and space between them."""
+        marks = list(self.marks.finditer(turn))
+        last, end = len(marks), len(turn)
+        while last and marks[last - 1].end() == end:
+            last -= 1
+            end = len(turn[: marks[last].start()].rstrip())
+            if turn[:end].endswith(content):
+                return marks[last].end()
+        if content not in turn:
+            problem = "the chat template changes the assistant's text, so it cannot be found in the rendering"
+            raise UserError(self.field, row.where, problem, "use data.loss_on: all, or another template")
+        problem = (
+            "the chat template ends the assistant's turn with no special token, so the model would not learn to stop"
+        )
+        remedy = "use a tokenizer whose template ends turns with its eos token"
+        raise UserError("model.tokenizer", row.where, problem, remedy)
+
+    def _apply(self, row: Row, messages: list[dict[str, str]], prompt: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            problem = f"the chat template refuses this conversation ({error})"
+            raise UserError(self.field, row.where, problem, "mend the roles and their order") from None
 
 
-def _adds_bos(tokenizer: Any) -> bool:
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+def _any_of(words: set[str]) -> re.Pattern[str]:
+    """Matches any of the words, the longest where several begin at the same place; nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
 
 def _mask(offsets: np.ndarray, turns: list[tuple[int, int]]) -> np.ndarray:
     """Tokens that lie within a turn; one that straddles its start belongs to the prompt and is not learned."""
     learned = np.zeros(len(offsets), dtype=bool)
+    begin, end = offsets[:, 0], offsets[:, 1]
     for start, stop in turns:
-        learned |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop) & (offsets[:, 1] > offsets[:, 0])
+        # Tokenizers that trim offsets give a token of spaces no width, at the place where the spaces end.
+        learned |= (begin >= start) & (end > start) & (begin < stop) & (end <= stop)
     return learned
-
-
-def _render_chat(row: Row, tokenizer: Any, loss_on: str, field: str) -> tuple[str, list[tuple[int, int]]]:
-    messages = list(row.messages or ())
-    whole = _apply(tokenizer, messages, row, field)
-    if loss_on == "all":
-        return whole, [(0, len(whole))]
-    turns = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if index == 0:
-            raise UserError(field, row.where, "the conversation begins with the assistant", "begin with a user or system message")
-        before = _apply(tokenizer, messages[:index], row, field, prompt=True)
-        after = _apply(tokenizer, messages[: index + 1], row, field)
-        if not (whole.startswith(after.rstrip()) and after.startswith(before)):
-            raise UserError(field, row.where, "the chat template rewrites earlier turns, so what the assistant said cannot be told apart",
-                            "use data.loss_on: all, or one assistant message per row")  # fmt: skip
-        turns.append((len(before), _end_of_turn(whole, len(before), message["content"], tokenizer, row, field)))
-    if not turns:
-        raise UserError(field, row.where, "the conversation has no assistant message, so nothing would be learned",
-                        "add one, delete the row, or use data.loss_on: all")  # fmt: skip
-    return whole, turns
-
-
-def _end_of_turn(whole: str, start: int, content: str, tokenizer: Any, row: Row, field: str) -> int:
-    at = whole.find(content.strip(), start)
-    if at < 0:
-        raise UserError(field, row.where, "the chat template changes the assistant's text, so it cannot be found in the rendering",
-                        "use data.loss_on: all, or another template")  # fmt: skip
-    end = at + len(content.strip())
-    marks = [(p, len(t)) for t in _marks(tokenizer) if (p := whole.find(t, end)) >= 0]
-    if not marks or whole[end : min(marks)[0]].strip():
-        raise UserError(field, row.where, "the chat template ends the assistant's turn with no special token, so the model would never learn to stop",
-                        "use a tokenizer whose template ends turns with its eos token")  # fmt: skip
-    position, length = min(marks)
-    return position + length
-
-
-def _marks(tokenizer: Any) -> list[str]:
-    return sorted(set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab()), key=len, reverse=True)
-
-
-def _apply(tokenizer: Any, messages: list[dict[str, str]], row: Row, field: str, prompt: bool = False) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-    except TemplateError as error:
-        raise UserError(field, row.where, f"the chat template refuses this conversation ({error})", "mend the roles and their order") from None
 
 
 def check_template(tokenizer: Any, field: str) -> None:
     """Chat data needs a chat template; say so before any row is read."""
     if not tokenizer.chat_template:
-        raise UserError(field, None, "the data are conversations, but the tokenizer has no chat template",
-                        "train an instruct model, set model.tokenizer to one that has a template, or use rows with text")  # fmt: skip
+        problem = "the data are conversations, but the tokenizer has no chat template"
+        remedy = "train an instruct model, set model.tokenizer to one that has a template, or use rows with text"
+        raise UserError(field, None, problem, remedy)

@@ -31,6 +31,7 @@ CAPS = ("AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2")
 # oneDNN takes every name it does not know for "no cap", but this is the documented one.
 NO_CAP = "DEFAULT"
 TIMEOUT = 30.0
+TRIAL = "1"  # raise it when the trial changes, so that older answers are not taken for its own
 REFUSED = 3  # exit code of a trial whose operator raised or gave wrong numbers
 # Other ends (a timeout, SIGKILL for memory, a broken import) may go away, so they are not remembered.
 LASTING = frozenset({REFUSED, *(-number for number in (signal.SIGILL, signal.SIGSEGV, signal.SIGFPE, signal.SIGBUS))})
@@ -38,7 +39,7 @@ LASTING = frozenset({REFUSED, *(-number for number in (signal.SIGILL, signal.SIG
 
 @dataclass(frozen=True)
 class CpuProbe:
-    """What a training step in `dtype` did on this CPU, and the cap it needed; gflops are those of a matmul on one core."""
+    """What a training step in `dtype` did on this CPU, the cap it needed, and the speed of a matmul on one core."""
 
     dtype: str
     isa: str | None  # the value of ONEDNN_MAX_CPU_ISA that works; None = no cap needed
@@ -216,7 +217,8 @@ def _key(dtype: str) -> dict[str, str]:
         torch = "none"
     caps = {cap: os.environ.get(cap, "") for cap in (CAP, "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")}
     digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()
-    return {"cpu": name, "flags": digest, "kernel": platform.release(), "torch": torch, "dtype": dtype, **caps}
+    made = {"trial": TRIAL, "cpu": name, "flags": digest, "kernel": platform.release(), "torch": torch, "dtype": dtype}
+    return made | caps
 
 
 def _read(file: Path, key: dict[str, str]) -> CpuProbe | None:
@@ -276,7 +278,7 @@ def _alike(got: list[Any], want: list[Any]) -> bool:
 def _speeds(dtypes: dict[str, Any], size: int = 512, seconds: float = 0.6) -> dict[str, float]:
     """GFLOP/s of a matmul in each type on one core: the best of many, in turns.
 
-    On one core, since threads that wait for each other on busy cores made fp32 read 41 to 410 here, and both types alike.
+    On one core, because threads that wait for each other on busy cores made fp32 read anything from 41 to 410.
     """
     import torch
     from torch.nn import functional as F

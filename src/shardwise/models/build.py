@@ -35,6 +35,13 @@ def build_on_meta(source: ModelSource) -> Any:
     return model
 
 
+def class_name(model: nn.Module) -> str:
+    """The model's own class; FSDP puts a subclass of its own in front."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated layers of a model, in order: by the classes it declares unsplittable, else its largest module list."""
     declared = set(getattr(model, "_no_split_modules", None) or ())

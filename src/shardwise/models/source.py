@@ -20,6 +20,7 @@ from shardwise.config.schema import Model
 from shardwise.errors import UserError
 
 EMBEDDED = "smollm2-135m-instruct"
+CONVERSION = 2  # raised when converted files change, so that older ones in the cache are not used
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -159,15 +160,16 @@ def _converted_gguf(file: Path, field: str) -> Path:
         except Exception as error:
             raise UserError(field, str(file), f"transformers cannot read this GGUF file ({_first_line(error)})",
                             "use the model's original Hugging Face folder instead") from None  # fmt: skip
-        if not tokenizer.eos_token and model.config.eos_token_id is not None:
-            # GGUF carries the id of the end token, but transformers leaves the tokenizer's eos_token empty.
-            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-        if not tokenizer.pad_token and model.config.pad_token_id is not None:
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
+        # GGUF carries the ids of the special tokens; transformers (5.17) gives the tokenizer others, for SmolLM2
+        # <|im_start|> as the end of text, and with that a model that never stops. The file's own ids are right.
+        for kind in ("eos", "pad", "bos"):
+            number = getattr(model.config, f"{kind}_token_id", None)
+            if number is not None and getattr(tokenizer, f"{kind}_token_id") != number:
+                setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
         write_plain(model, folder)
         tokenizer.save_pretrained(folder)
 
-    return make_once(cache_root() / "models" / f"{file.stem}-{_file_key(file)}", make)
+    return make_once(cache_root() / "models" / f"{file.stem}-{_file_key(file)}-v{CONVERSION}", make)
 
 
 def converted_folder(source: ModelSource) -> Path:

@@ -220,4 +220,5 @@ def _framed(rows: list[str], area: _Area, ascii_only: bool) -> list[str]:
     else:
         gap = area.columns - len(str(first)) - len(str(last))
         steps = f"{first}{'step' if gap > 6 else '':^{gap}}{last}"
-    return [line.rstrip() for line in [*framed, " " * indent + corner + level * area.columns, " " * indent + " " + steps]]
+    left = " " * indent
+    return [line.rstrip() for line in [*framed, left + corner + level * area.columns, f"{left} {steps}"]]

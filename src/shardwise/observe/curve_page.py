@@ -12,6 +12,7 @@ from html import escape
 from string import Template
 
 Points = Sequence[tuple[int, float]]
+Lines = list[tuple[str, list[tuple[int, float]]]]  # each with the class that styles it
 
 _MOST_POINTS = 1500  # per line: more than a screen has columns, and the page of a long run stays small
 _MOST_ROWS = 200  # of the table
@@ -99,9 +100,7 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     return [index * size for index in range(first, math.floor(high / size + 1e-9) + 1)]
 
 
-def _panel(
-    label: str, lines: list[tuple[str, list[tuple[int, float]]]], steps: tuple[int, int], size: tuple[int, int], kind: str
-) -> str:
+def _panel(label: str, lines: Lines, steps: tuple[int, int], size: tuple[int, int], kind: str) -> str:
     """One chart as SVG: grid, axes, and a line per series in the colour of its class.
 
     The axis of a "from-zero" chart starts at zero, where the size of a rate or a norm is read; a loss has no such zero.
@@ -127,7 +126,8 @@ def _panel(
     parts = []
     for tick in _ticks(low, high, 6 if height > 250 else 3):
         parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+        at = f'x="{left - 8}" y="{y(tick) + 4:.1f}"'
+        parts.append(f'<text class="tick" {at} text-anchor="end">{_number(tick)}</text>')
     across = _ticks(*steps, 8 if width > 600 else 4)
     for tick in sorted({round(tick) for tick in across}):
         parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{tick:,}</text>')
@@ -228,7 +228,7 @@ _PAGE = Template("""<!doctype html>
 @media (prefers-color-scheme: dark) { :root { --page:#0f1216; --card:#181c22; --ink:#e6e9ed; --muted:#9aa4af;
   --grid:#2a3038; --axis:#4a535e; --train:#6ea8fe; --eval:#fb923c; --lr:#2dd4bf; --grad:#b794f6; --warn:#fdba74; } }
 * { box-sizing:border-box }
-body { margin:0; background:var(--page); color:var(--ink); font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif }
+body { margin:0; background:var(--page); color:var(--ink); font:15px/1.45 system-ui,"Segoe UI",sans-serif }
 main { max-width:960px; margin:0 auto; padding:28px 20px 48px }
 h1 { font-size:22px; line-height:1.25; margin:0; overflow-wrap:anywhere }
 h2 { font-size:14px; font-weight:600; margin:0 }
@@ -292,7 +292,10 @@ const tip = document.createElement("div");
 tip.className = "tip";
 function nearest(points, step) {
   let low = 0, high = points.length - 1;
-  while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < step) low = middle; else high = middle;
+  }
   return Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
 }
 function format(value) {
@@ -324,8 +327,8 @@ function show(chart, event) {
   }
   const card = chart.parentElement, frame = card.getBoundingClientRect();
   card.append(tip);
-  const x = event.clientX - frame.left, beside = x + 14 + tip.offsetWidth > frame.width ? x - 14 - tip.offsetWidth : x + 14;
-  tip.style.left = Math.max(4, beside) + "px";
+  const x = event.clientX - frame.left, fits = x + 14 + tip.offsetWidth <= frame.width;
+  tip.style.left = Math.max(4, fits ? x + 14 : x - 14 - tip.offsetWidth) + "px";
   tip.style.top = Math.max(4, event.clientY - frame.top - tip.offsetHeight - 8) + "px";
   tip.style.visibility = "visible";
 }

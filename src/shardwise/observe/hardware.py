@@ -23,8 +23,8 @@ class _Peak(NamedTuple):
 #   bf16, fp16: tensor or matrix cores accumulating in fp32, as training does. GeForce runs that at half the rate of
 #               fp16 accumulation, hence 165.2 and not 330.3 for the RTX 4090.
 #   fp32:       true fp32 with TF32 off: CUDA cores at NVIDIA, fp32 matrix cores at AMD.
-# NVIDIA: H100 and H200 datasheets, Hopper/Ampere GA102/Ada/Blackwell RTX whitepapers, Blackwell datasheet, A100, A30,
-#         A10, A40, L4, L40, L40S, V100 and T4 datasheets, RTX A-series and RTX 6000 Ada datasheets; A10G: AWS datasheet.
+# NVIDIA: datasheets of each data-centre card and of the RTX A-series and RTX 6000 Ada; GeForce: the whitepapers of
+#         Ampere GA102, Ada and RTX Blackwell; B100 to GB300: Blackwell and HGX datasheets; A10G: the datasheet by AWS.
 # AMD:    Instinct MI100 to MI355X datasheets. MI250 and MI250X are two devices to torch: half a card each.
 _PEAKS = (
     _Peak(r"B300( SXM6( AC)?)?", 2250, 2250, 75),

@@ -76,7 +76,7 @@ class Progress:
     ) -> None:
         if self._live:
             self._live.stop()
-        elif self._pending:
+        elif self.mode == "plain" and self._pending:
             self._print_plain()
 
     def update(self, record: Record) -> None:

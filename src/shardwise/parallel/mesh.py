@@ -40,22 +40,26 @@ def shard_size(zero: int, shard: int | None, ranks: int) -> int:
 
 
 def init_world(run: Run) -> World:
-    """Joins the process group that the environment (ours or torchrun's) describes and lays out the mesh."""
+    """Joins the process group that the environment (ours or torchrun's) describes and lays out the run's mesh."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    shard = shard_size(run.parallel.zero, run.parallel.shard, ranks)
+    return join_world(run.device, run.backend, run.timeout, shard)
+
+
+def join_world(device_type: str, backend: str, timeout: float, shard: int) -> World:
+    """Joins (or, for one process, makes) the process group; the mesh has `shard` ranks along its shard axis."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    cuda = run.device == "cuda"
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    backend = run.backend
     if not dist.is_initialized():
-        port = os.environ.setdefault("MASTER_PORT", "0") if size == 1 else os.environ["MASTER_PORT"]
-        options = {"store": dist.HashStore()} if size == 1 and port == "0" else {}
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=run.timeout), **options)
-    shard = shard_size(run.parallel.zero, run.parallel.shard, size)
+        # One process alone needs no meeting point, hence no port.
+        alone = {"store": dist.HashStore()} if size == 1 else {}
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), **alone)
     mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    # Own groups: sharing one with the training collectives crashes asynchronous checkpoints (see docs/log.md).
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.timeout))
-    checkpoint = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(run.timeout, 1800)))
+    # Own groups: sharing one with the training collectives crashes asynchronous checkpoints.
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    checkpoint = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout, 1800)))
     return World(rank, size, local_rank, device, mesh, control, checkpoint)

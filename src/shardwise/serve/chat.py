@@ -105,16 +105,19 @@ class Conversation:
 
     def _fit(self, question: str, note: Callable[[str], None]) -> list[Message]:
         """The messages to send, without the oldest turns where they leave no room for an answer."""
-        context, before = context_length(self.model), self.first_seen
+        context, first = context_length(self.model), self.first_seen
         while True:
-            messages = [*self.messages(self.turns[self.first_seen :]), {"role": "user", "content": question}]
-            if context is None or not self.tokenizer.chat_template or self.first_seen == len(self.turns):
-                break
+            messages = [*self.messages(self.turns[first:]), {"role": "user", "content": question}]
+            if context is None or not self.tokenizer.chat_template:
+                return messages
+            size = len(prompt_ids(self.tokenizer, messages))
             # A prompt that fits with a word to spare is no use: up to a quarter of the context is the answer's.
-            if len(prompt_ids(self.tokenizer, messages)) + min(self.sampling.max_tokens, context // 4) <= context:
+            if first == len(self.turns) or size + min(self.sampling.max_tokens, context // 4) <= context:
                 break
-            self.first_seen += 1
-        if dropped := self.first_seen - before:
+            first += 1
+        # A question too long even alone will be refused, and is no reason to forget the turns before it.
+        if size < context and (dropped := first - self.first_seen):
+            self.first_seen = first
             which = "the oldest turn is" if dropped == 1 else f"the {dropped} oldest turns are"
             note(f"the context of {context} tokens is full: {which} no longer seen by the model")
         return messages
@@ -281,7 +284,7 @@ def changed(sampling: Sampling, assignments: list[str]) -> Sampling:
     """The sampling with `name=value` assignments applied; a UserError names the nearest setting."""
     values: dict[str, Any] = dataclasses.asdict(sampling)
     for assignment in assignments:
-        name, equals, text = assignment.partition("=")
+        name, _, text = assignment.partition("=")
         if name not in values:
             near = difflib.get_close_matches(name, values, n=1) or list(values)
             raise UserError("/set", assignment, "is no setting", f"settings: {', '.join(near)}")

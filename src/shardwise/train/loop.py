@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.hf import export_checkpoint
 from shardwise.checkpoint.store import step_folder
 from shardwise.data.loader import IGNORE, StepBatch
+from shardwise.models.build import class_name
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import MetricsFile, read_metrics
 from shardwise.observe.progress import Progress
@@ -106,9 +107,9 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
     scale = parts.sharded.data_parallel_size / max(1, batch.supervised)
     summed = torch.zeros((), device=parts.world.device)
     for index, micro in enumerate(batch.micro_batches):
-        with parts.sharded.micro_batch(last=index == len(batch.micro_batches) - 1):
-            loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
-            parts.scaler.scale(loss * scale).backward()
+        parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
+        loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
+        parts.scaler.scale(loss * scale).backward()
         summed += loss.detach()
     return summed
 
@@ -141,7 +142,7 @@ def save(parts: Parts) -> None:
 
     def write_model(folder: Path) -> None:
         model: Any = parts.sharded.model
-        config = model.config.to_dict() | {"architectures": [type(model).__mro__[1].__name__], "dtype": _dtype_of(job)}
+        config = model.config.to_dict() | {"architectures": [class_name(model)], "dtype": _dtype_of(job)}
         (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)

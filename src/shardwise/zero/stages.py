@@ -9,7 +9,7 @@
   hybrid   the same within a shard group; gradients all-reduced across groups on the last micro-batch
 What bites, and what is done about it:
   * `set_reshard_after_backward(False)` left on the last micro-batch freezes training in silence, because the optimizer
-    then updates shards that are never gathered again. `micro_batch(last=True)` always turns it back on.
+    then updates shards that are never gathered again. `prepare_micro_batch(last=True)` always turns it back on.
   * After a forward without backward (evaluation) at stage 1 or 2 the parameters stay gathered and
     `model.parameters()` yields tensors that the optimizer does not own. We keep our own list, taken at sharding time,
     and `evaluation()` reshards on the way out.
@@ -42,9 +42,8 @@ class ShardedModel:
     def data_parallel_size(self) -> int:
         return self.mesh.size()
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch; `last` is the one before the optimizer step."""
+    def prepare_micro_batch(self, last: bool) -> None:
+        """Before the forward of each micro-batch; `last` is the one before the optimizer step."""
         root = self._root
         if self.stage <= 1:
             root.set_requires_gradient_sync(last)
@@ -52,7 +51,6 @@ class ShardedModel:
             root.set_requires_all_reduce(last)
         if self.stage < 3:
             root.set_reshard_after_backward(last)
-        yield
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -1,0 +1,171 @@
+"""Turns pydantic's list of complaints into the one message a user reads: field, value, place, remedy."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from shardwise.config.schema import Clash, Run
+from shardwise.errors import UserError
+
+_EXAMPLES = {
+    "model": "add e.g. model: smollm2-135m-instruct",
+    "data": "add e.g. data: {train: chat.jsonl}",
+    "data.train": "add e.g. data: {train: chat.jsonl}",
+}
+_SECTION_EXPECTED = {"model_type", "model_attributes_type"}
+# What other trainers call our keys, where the names themselves are not alike.
+_ELSEWHERE = {
+    "lr": "train.learning_rate",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.batch_size",
+    "max_grad_norm": "train.clip",
+    "gradient_clipping": "train.clip",
+    "gradient_checkpointing": "recompute",
+    "bf16": "precision",
+    "fp16": "precision",
+    "stage": "parallel.zero",
+    "dataset": "data.train",
+    "output_dir": "output",
+    "max_seq_length": "data.sequence_length",
+}
+# What pydantic adds to a location for unions, tags and validators; none of these is a key of ours.
+_MARKERS = {"int", "float", "str", "bool", "literal", "constrained-int", "constrained-float", "share", "sources"}
+
+
+def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserError:
+    """One message for the first mistake: the field as written, its place, and the nearest thing that would be right."""
+    details = error.errors()
+    first = min(details, key=_priority)
+    path = _field_path(first["loc"])
+    others = {_field_path(d["loc"]) for d in details} - {path}
+    more = f" (and {len(others)} more mistake{'s' * (len(others) > 1)})" if others else ""
+    where = _where(path, origin, base)
+    value, kind = first["input"], first["type"]
+    if kind == "extra_forbidden":
+        return UserError(path, value, f"unknown key {where}{more}", _nearest(first["loc"]))
+    if kind == "missing" and isinstance(first["loc"][-1], int):  # a tuple that is too short
+        path = path.rpartition(".")[0]
+        return UserError(path, value, f"has too few values {where}{more}", _remedy(path, []))
+    if kind == "missing":
+        remedy = _EXAMPLES.get(path, f"add {path}: …")
+        return UserError(path, None, f"is required, but {base} does not set it{more}", remedy)
+    if isinstance(clash := first.get("ctx", {}).get("error"), Clash):
+        return _clash(clash, path, value, origin, base, more)
+    same = [d for d in details if _field_path(d["loc"]) == path]
+    shown = None if isinstance(value, (dict, BaseModel)) else list(value) if isinstance(value, tuple) else value
+    return UserError(path or base, shown, f"{_problem(same)} {where}{more}", _remedy(path, same))
+
+
+def section_names() -> list[str]:
+    """Names of the run's sections."""
+    return [name for name, info in Run.model_fields.items() if _section_in(info.annotation) is not None]
+
+
+def _clash(clash: Clash, path: str, given: Any, origin: dict[str, str], base: str, more: str) -> UserError:
+    field = f"{path}.{clash.key}"
+    value = given.get(clash.key) if isinstance(given, dict) else None
+    shown = None if isinstance(value, dict) else value
+    return UserError(field, shown, f"{clash.problem} {_where(field, origin, base)}{more}", clash.remedy)
+
+
+def _priority(detail: Any) -> tuple[int, int]:
+    order = {"extra_forbidden": 0, "too_short": 2, "missing": 3}
+    return order.get(detail["type"], 1), len(detail["loc"])
+
+
+def _where(path: str, origin: dict[str, str], base: str) -> str:
+    found = next((origin[p] for p in _ancestors(path) if p in origin), base)
+    return {"command line": "(on the command line)", "given": "(in the given dict)"}.get(found, f"(at {found})")
+
+
+def _problem(details: list[Any]) -> str:
+    """What pydantic says; the alternatives of a union are joined by `or`."""
+    if any(d["type"] in _SECTION_EXPECTED for d in details):
+        return "expected a section with settings of its own"
+    texts: list[str] = []
+    for detail in details:
+        text = detail["msg"].removeprefix("Value error, ")
+        texts.append(text[:1].lower() + text[1:])
+    head = "input should be "
+    if len(texts) > 1 and all(text.startswith(head) for text in texts):
+        return head + " or ".join(dict.fromkeys(text.removeprefix(head) for text in texts))
+    return texts[0]
+
+
+def _remedy(path: str, details: list[Any]) -> str:
+    allowed = details[0].get("ctx", {}).get("expected") if len(details) == 1 else None
+    if allowed:
+        return f"use {allowed}" if allowed.count("'") == 2 else f"use one of {allowed}"
+    if any(d["type"] in _SECTION_EXPECTED for d in details):
+        keys = ", ".join(_keys_at(tuple(path.split("."))))
+        return f"{_EXAMPLES[path]} (settings: {keys})" if path in _EXAMPLES else f"{path} takes {keys}"
+    description = next((str(f.description) for f in reversed(_fields_along(path)) if f.description), None)
+    return f"{path}: {description}" if description else "see `shardwise config --schema` for what is allowed here"
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    """The key that was meant: the same name elsewhere, else the nearest here, else the nearest elsewhere."""
+    key, section = str(loc[-1]), _field_path(loc[:-1])
+    known = _keys_at(loc[:-1])
+    leaves = _leaves() | _ELSEWHERE
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if key in leaves:
+        meant = leaves[key]
+    elif near:
+        meant = f"{section}.{near[0]}" if section else near[0]
+    else:
+        meant = next((leaves[k] for k in difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.7)), "")
+    return f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
+
+
+def _leaves() -> dict[str, str]:
+    """Every key of every section with its full path; people write `learning_rate:` at the top."""
+    paths = [
+        f"{name}.{key}"
+        for name, info in Run.model_fields.items()
+        for key in getattr(_section_in(info.annotation), "model_fields", {})
+    ]
+    return {path.rpartition(".")[2]: path for path in reversed([*Run.model_fields, *paths])}
+
+
+def _fields_along(path: str) -> list[Any]:
+    found: list[Any] = []
+    section: Any = Run
+    for part in path.split("."):
+        info = getattr(section, "model_fields", {}).get(part)
+        if info is not None:
+            found.append(info)
+            section = _section_in(info.annotation)
+        elif not part.isdigit():
+            break
+    return found
+
+
+def _section_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((inner for part in get_args(annotation) if (inner := _section_in(part)) is not None), None)
+
+
+def _keys_at(loc: tuple[int | str, ...]) -> list[str]:
+    section: Any = Run
+    for part in loc:
+        if isinstance(part, str) and part in getattr(section, "model_fields", {}):
+            section = _section_in(section.model_fields[part].annotation) or section
+    return list(section.model_fields)
+
+
+def _field_path(loc: tuple[int | str, ...]) -> str:
+    """The location as the user wrote it."""
+    parts = [str(p) for p in loc if isinstance(p, int) or ("[" not in p and "(" not in p and p not in _MARKERS)]
+    return ".".join(parts)
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

@@ -1,0 +1,1 @@
+"""The demo: facts about distributed training, taught to a small real model on a CPU."""

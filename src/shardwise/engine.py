@@ -1,0 +1,177 @@
+"""For people with a loop of their own: `initialize` puts a model and an optimizer on the mesh and hands back an engine.
+
+    engine = shardwise.initialize(model, config={"parallel": {"zero": 3}, "precision": "bf16", "accumulate": 4})
+    for batch in data:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+
+Every call of `backward` is one micro-batch; every `accumulate`-th call of `step` updates the parameters. The engine uses
+the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, ValidationError
+from torch import nn
+
+from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.config.schema import Parallel, Section
+from shardwise.config.units import Duration, Number, Whole
+from shardwise.errors import UserError
+from shardwise.models.build import find_blocks
+from shardwise.optim.adamw import decay_groups
+from shardwise.parallel.mesh import World, join_world, shard_size
+from shardwise.train.state import prime_optimizer, tensors_of
+from shardwise.zero.stages import shard_model
+
+
+class EngineConfig(Section):
+    """What `initialize` takes."""
+
+    parallel: Parallel = Parallel()
+    precision: Literal["bf16", "fp16", "fp32"] = "fp32"
+    accumulate: Whole = Field(1, ge=1, description="micro-batches per update")
+    clip: Annotated[Number, Field(gt=0)] | None = 1.0
+    learning_rate: Number = Field(2e-5, gt=0, description="for the default AdamW; ignored with an optimizer of your own")
+    weight_decay: Number = Field(0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own")
+    timeout: Duration = Field("10min", gt=0)
+
+
+class Engine:
+    """A sharded model that is called like the model, and steps like an optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, config: EngineConfig, world: World) -> None:
+        self.config, self.world = config, world
+        before = dict(model.named_parameters())
+        model.to(world.device)
+        self.sharded = shard_model(model, find_blocks(model), world.mesh, config.parallel.zero, config.precision)
+        self.module = model
+        self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+        self.updates, self._micro, self._inside = 0, 0, False
+        self.grad_norm: torch.Tensor | None = None
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the next `step` will update the parameters."""
+        return self._micro == self.config.accumulate - 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; batches are moved to the rank's device."""
+        device = self.world.device
+        args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
+        kwargs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        if torch.is_grad_enabled() and self.module.training:
+            self.sharded.prepare_micro_batch(self.is_last_micro_batch)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds this micro-batch's gradient: the mean of `loss` over ranks and the micro-batches of an update."""
+        self.sharded.prepare_micro_batch(self.is_last_micro_batch)
+        self.scaler.scale(loss / self.config.accumulate).backward()
+        self._inside = True
+
+    def step(self) -> bool:
+        """After each `backward`: updates on every `accumulate`-th call, and says whether it did."""
+        if not self._inside:
+            raise RuntimeError("engine.step() needs engine.backward(loss) before it")
+        self._inside, self._micro = False, self._micro + 1
+        if self._micro < self.config.accumulate:
+            return False
+        self._micro = 0
+        self.scaler.unscale_(self.optimizer)
+        self.grad_norm = self.sharded.clip(self.config.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        return True
+
+    def train(self, mode: bool = True) -> Engine:
+        """Training mode; leaving evaluation puts the shards back."""
+        self.sharded.reshard()
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Evaluation mode."""
+        return self.train(False)
+
+    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Saves model, optimizer and whatever JSON you add, atomically, under the number of updates."""
+        store = CheckpointStore(Path(folder), keep=1 << 30, background=False, group=self.world.checkpoint)
+        trainer = {"updates": self.updates, "scaler": self.scaler.state_dict(), "extra": extra or {}}
+        store.save(self.updates, tensors_of(self.sharded, self.optimizer), trainer, self.config.model_dump_json(), lambda _: None, None)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Loads the newest (or the given) checkpoint, on any number of ranks and any stage; returns your `extra`."""
+        found = choose_checkpoint(str(folder), Path(folder))
+        assert found is not None
+        check_whole(found, self.world.control)
+        trainer = read_trainer(found)
+        prime_optimizer(self.optimizer)
+        load_tensors(found, tensors_of(self.sharded, self.optimizer), self.world.checkpoint)
+        self.updates = int(trainer["updates"])
+        if trainer["scaler"]:
+            self.scaler.load_state_dict(trainer["scaler"])
+        return dict(trainer["extra"])
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    config: dict[str, Any] | EngineConfig | None = None,
+) -> Engine:
+    """Shards a model over the ranks that torchrun started (or runs it on one) and returns an engine for your own loop.
+
+    `optimizer`: None for AdamW with decay groups; a function of parameter groups; or an optimizer built over
+    model.parameters() that has not stepped yet, which is rebuilt over the shards.
+    """
+    checked = config if isinstance(config, EngineConfig) else _check(config or {})
+    cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
+    if ranks % shard:
+        raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+    world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)
+    return Engine(model, optimizer, checked, world)
+
+
+def _check(values: dict[str, Any]) -> EngineConfig:
+    try:
+        return EngineConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(p) for p in first["loc"])
+        known = difflib.get_close_matches(field, list(EngineConfig.model_fields), n=1)
+        remedy = f"did you mean {known[0]}?" if known and first["type"] == "extra_forbidden" else first["msg"]
+        raise UserError(f"config.{field}", first["input"], "is not accepted", remedy) from None
+
+
+def _rebuilt(given: Any, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter], config: EngineConfig) -> torch.optim.Optimizer:
+    if given is None:
+        return torch.optim.AdamW(decay_groups(after, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    if not isinstance(given, torch.optim.Optimizer):
+        built = given(decay_groups(after, config.weight_decay))
+        assert isinstance(built, torch.optim.Optimizer), "the optimizer function must return a torch optimizer"
+        return built
+    if given.state:
+        raise UserError("optimizer", type(given).__name__, "has stepped already, and its state belongs to the unsharded parameters",
+                        "pass a fresh optimizer, and load its state with engine.load")  # fmt: skip
+    names = {id(p): n for n, p in before.items()}
+    for group in given.param_groups:
+        missing = [p for p in group["params"] if id(p) not in names]
+        if missing:
+            raise UserError("optimizer", type(given).__name__, f"holds {len(missing)} tensors that are no parameters of the model",
+                            "build it over model.parameters()")  # fmt: skip
+        group["params"] = [after[names[id(p)]] for p in group["params"] if names[id(p)] in after]
+    return given

@@ -1,0 +1,1 @@
+"""What tests share: real processes as ranks, and models small enough for them."""

@@ -1,0 +1,74 @@
+"""A tokenizer of 512 words trained on the spot, and configs of models with a hundred thousand parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PAIRS = Path(__file__).parents[2] / "src/shardwise/demo/pairs.jsonl"
+
+LLAMA = dict(model_type="llama", hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, vocab_size=515, max_position_embeddings=512, tie_word_embeddings=False)  # fmt: skip
+TIED = LLAMA | {"tie_word_embeddings": True}
+GPT2 = dict(model_type="gpt2", n_embd=48, n_layer=3, n_head=4, vocab_size=515, n_positions=512, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+
+
+def tokenizer_folder(folder: Path, template: str | None = CHATML) -> str:
+    """Trains and saves the tokenizer (under a second)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if (folder / "tokenizer.json").exists():
+        return str(folder)
+    text = [m["content"] for line in PAIRS.read_text().splitlines() for m in json.loads(line)["messages"]]
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    raw.train_from_iterator(text, trainers.BpeTrainer(vocab_size=515, special_tokens=special, show_progress=False,
+                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))  # fmt: skip
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    if template:
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def saved_model(folder: Path, config: dict[str, Any], seed: int = 0) -> str:
+    """Random weights and a tokenizer as a Hugging Face folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").exists():
+        values = dict(config)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+        model.save_pretrained(folder)
+    return tokenizer_folder(folder)
+
+
+def tiny_run(tmp: Path, model: Any = None, **changes: Any) -> dict[str, Any]:
+    """A run of a few seconds: 20 steps of 12 packed sequences; `changes` are dotted paths with __ for dots."""
+    run: dict[str, Any] = {
+        "model": model or {"config": LLAMA, "tokenizer": tokenizer_folder(tmp / "tokenizer")},
+        "data": {"train": str(PAIRS), "sequence_length": 192},
+        "train": {"steps": 20, "batch_size": 12, "micro_batch_size": 1, "learning_rate": 3e-3, "warmup": 0, "clip": 0.5},
+        "precision": "fp32",
+        "device": "cpu",
+        "parallel": {},
+        "checkpoint": {"every": None},
+        "output": str(tmp / "out"),
+    }
+    for path, value in changes.items():
+        place = run
+        *parents, leaf = path.split("__")
+        for part in parents:
+            place = place.setdefault(part, {})
+        place[leaf] = value
+    return run
