@@ -63,3 +63,48 @@ def wire_and_memory(run: dict[str, Any], steps: int = 2) -> tuple[int, dict[str,
         parts.optimizer.step()
         parts.optimizer.zero_grad()
     return parts.job.parameters, dict(wire.elements), held
+
+
+def plain_loop(run: dict[str, Any]) -> list[float]:
+    """The same training without any of our engine: full model, plain AdamW, one document after the other."""
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.optim.adamw import decay_groups
+    from shardwise.optim.schedules import learning_rate
+
+    parts = parts_of(run)
+    train, corpus, loader = parts.job.run.train, parts.job.data.train, parts.loader
+    model = AutoModelForCausalLM.from_config(parts.job.source.config)
+    model.load_state_dict(full_parameters(parts))
+    groups = decay_groups(dict(model.named_parameters()), train.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps)
+    losses = []
+    for step in range(train.steps):
+        documents = [d for s in loader.sequences(step * train.batch_size, train.batch_size) for d in s]
+        count = sum(int(corpus.supervised[d]) for d in documents)
+        total = 0.0
+        for document in documents:
+            start, stop = int(corpus.starts[document]), int(corpus.starts[document + 1])
+            ids = torch.as_tensor(corpus.tokens[start:stop].astype("int64"))[None]
+            learned = torch.as_tensor(corpus.learned[start:stop].copy())
+            log_p = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+            loss = -(log_p.gather(1, ids[0, 1:, None])[:, 0] * learned[1:]).sum() / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(train, step, train.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def draw() -> torch.Tensor:
+    """What this rank's dropout would draw in step 0."""
+    import torch.distributed as dist
+
+    from shardwise.train.loop import seed_step
+
+    seed_step(0, 0, dist.get_rank())
+    return torch.rand(8)

@@ -7,6 +7,7 @@ origin ("run.yaml:12", "command line", "default"), which `shardwise config` prin
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,16 @@ def load_run(source: str | Path | dict[str, Any] | Run, overrides: list[str] | t
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without timestamps: `output: 2025-01-31` is a name here."""
+    """YAML as people write it: `2025-01-31` is a name and no date, `1e-5` a number and no text."""
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def _read_yaml(path: Path, origin: dict[str, str]) -> dict[str, Any]:

@@ -89,12 +89,9 @@ def _guard(value: str, what: str) -> tuple[float, str]:
         raise ValueError(f"expected {what}") from None
 
 
-def is_quantity(value: Any) -> bool:
-    """Whether a value reads as a number with or without a unit, rather than as a path."""
-    try:
-        return not isinstance(value, str) or bool(_split(value))
-    except ValueError:
-        return False
+def is_quantity(text: str) -> bool:
+    """Whether a text reads as a number, with or without a unit, rather than as a path."""
+    return _QUANTITY.fullmatch(text) is not None
 
 
 class Every(str):
@@ -114,15 +111,14 @@ class Every(str):
 def parse_every(value: Any) -> Every:
     """Accepts 50 (steps) or "10min" (time)."""
     what = "a number of steps such as 50, or a time such as 10min"
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"expected {what}")
-    text = str(value)
-    number, unit = _guard(text, what)
+    number, unit = _guard(str(value), what)
     if unit and unit.lower() not in _TIME:
         raise ValueError(f"unknown unit {unit!r}: use steps (no unit), s, min or h")
     if number <= 0 or (not unit and not number.is_integer()):
         raise ValueError(f"expected {what}, above 0")
-    return Every(text)
+    return Every(str(value).strip() if unit else int(number))
 
 
 class Portion(str):
@@ -145,7 +141,7 @@ def parse_portion(value: Any) -> Portion:
         raise ValueError(f"unknown unit {unit!r}: write {what}")
     if number < 0 or (number > 100 if unit else number >= 1 and not number.is_integer()):
         raise ValueError(f"expected {what}")
-    return Portion(value)
+    return Portion(str(value).strip() if unit else int(number) if number.is_integer() else number)
 
 
 def _plain_portion(value: Portion) -> float | str:

@@ -79,22 +79,25 @@ class Loader:
             epoch += 1
         return epoch, position
 
+    def sequences(self, position: int, count: int) -> list[np.ndarray]:
+        """`count` sequences from a global position on, across epochs, each as indices of documents."""
+        epoch, index = self.locate(position)
+        found: list[np.ndarray] = []
+        while len(found) < count:
+            if index == self.epoch_sequences(epoch):
+                epoch, index = epoch + 1, 0
+            found.append(self._epoch(epoch)[index])
+            index += 1
+        return found
+
     def step(self, position: int, batch_size: int, micro: int, rank: int, ranks: int) -> StepBatch:
         """The share of `rank` of the batch that begins at a global position."""
         epoch, index = self.locate(position)
-        start_epoch = epoch + index / len(self._epoch(epoch))
-        sequences: list[np.ndarray] = []
-        while len(sequences) < batch_size:
-            if index == len(self._epoch(epoch)):
-                epoch, index = epoch + 1, 0
-            sequences.append(self._epoch(epoch)[index])
-            index += 1
+        sequences = self.sequences(position, batch_size)
         supervised = sum(int(self._supervised[s].sum()) for s in sequences)
         tokens = sum(int(self._lengths[s].sum()) for s in sequences)
-        mine = []
-        for first in range(rank * micro, batch_size, micro * ranks):
-            mine.append(self.collate(sequences[first : first + micro]))
-        return StepBatch(mine, supervised, tokens, start_epoch)
+        mine = [self.collate(sequences[i : i + micro]) for i in range(rank * micro, batch_size, micro * ranks)]
+        return StepBatch(mine, supervised, tokens, epoch + index / self.epoch_sequences(epoch))
 
     def collate(self, sequences: list[np.ndarray]) -> MicroBatch:
         """Lays sequences of documents out as rows, padded to the longest row of this micro-batch."""

@@ -1,7 +1,8 @@
 """Tokenises the sources once into arrays that every rank maps into memory.
 
 The result lies in the cache under a key made of the files' contents and everything that shapes the tokens, so a second
-run starts at once and a changed file is noticed. Documents that are too long are counted and named, never cut in silence.
+run starts at once and a changed file is noticed. Documents that are too long are counted and named, never cut in
+silence.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import numpy as np
 from shardwise.cache import cache_root, make_once
 from shardwise.config.schema import Data, Source
 from shardwise.data.render import Document, check_template, render_rows
-from shardwise.data.rows import Row, read_rows, source_files
+from shardwise.data.rows import Row, read_rows, source_files, unreadable
 from shardwise.errors import UserError
 
-FORMAT = 1
+FORMAT = 2  # raised when the same rows give other tokens or masks
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Prepared:
     bills: list[Bill]
     eval_bills: list[Bill]
     fingerprint: str
+    largest_token: int
 
 
 def prepare_data(data: Data, tokenizer: Any, seed: int, say: Callable[[str], None] = lambda _: None) -> Prepared:
@@ -86,7 +88,16 @@ def prepare_data(data: Data, tokenizer: Any, seed: int, say: Callable[[str], Non
         bills=[Bill(**b) for b in meta["train"]],
         eval_bills=[Bill(**b) for b in meta["eval"]],
         fingerprint=f"{key}-{'packed' if data.packing else 'plain'}",
+        largest_token=meta["largest_token"],
     )
+
+
+def check_vocabulary(prepared: Prepared, vocabulary: int, tokenizer: str) -> None:
+    """Every token must have an embedding; a tokenizer may know more words than the model, if the data use none."""
+    if prepared.largest_token >= vocabulary:
+        problem = f"the data have token {prepared.largest_token}, the model knows {vocabulary} (0 to {vocabulary - 1})"
+        remedy = "use the model's own tokenizer, or for a model from scratch raise model.config.vocab_size"
+        raise UserError("model.tokenizer", tokenizer, problem, remedy)
 
 
 def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
@@ -103,16 +114,18 @@ def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
             for index, source in enumerate(data.eval)
         ]
     if not train.documents:
+        paths = [s.path for s in data.train]
+        raise UserError("data.train", paths, "holds no example to train on", "check the files and data.over_length")
+    if share and not evaluation.documents:
+        problem = "nothing could be held out: every source has a single row"
         raise UserError(
-            "data.train",
-            [s.path for s in data.train],
-            "holds no example to train on",
-            "check the files and data.over_length",
+            "data.eval", share, problem, "give data.eval files of its own, or write the data as several rows"
         )
     train.save(folder / "train")
     if evaluation.documents:
         evaluation.save(folder / "eval")
-    bill = {"train": [asdict(b) for b in bills], "eval": [asdict(b) for b in eval_bills]}
+    largest = max(int(d.tokens.max()) for d in train.documents + evaluation.documents)
+    bill = {"train": [asdict(b) for b in bills], "eval": [asdict(b) for b in eval_bills], "largest_token": largest}
     (folder / "bill.json").write_text(json.dumps(bill, indent=1))
 
 
@@ -128,13 +141,18 @@ def _add_source(
     held: _Writer,
 ) -> Bill:
     rows = list(read_rows(source, field))
+    if not rows:
+        raise UserError(field, source.path, "holds no rows", "check the file, or leave it out")
     if any(row.messages is not None for row in rows):
         check_template(tokenizer, "model.tokenizer")
     held_out = _held_out(len(rows), share, seed, index)
     totals = dict.fromkeys(("documents", "tokens", "supervised", "dropped", "truncated"), 0)
+    refused: list[Document] = []
     for number, document in enumerate(render_rows(rows, tokenizer, data.loss_on, field)):
-        pieces, fate = _fit(document, rows[number], data, field)
-        if fate:
+        pieces, fate = _fit(document, rows[number], data)
+        if fate == "refused":
+            refused.append(document)
+        elif fate:
             totals[fate] += 1
         for piece in pieces:
             if not piece.learned.any():
@@ -145,30 +163,39 @@ def _add_source(
                 totals["documents"] += 1
                 totals["tokens"] += len(piece.tokens)
                 totals["supervised"] += int(piece.learned.sum())
+    if refused:
+        raise _too_long(refused, data.sequence_length, field)
     return Bill(path=source.path, rows=len(rows), held_out=len(held_out), **totals)
 
 
-def _fit(document: Document, row: Row, data: Data, field: str) -> tuple[list[Document], str | None]:
+def _too_long(documents: list[Document], limit: int, field: str) -> UserError:
+    first, lengths = documents[0], [len(d.tokens) for d in documents]
+    problem = f"the conversation has {lengths[0]} tokens, more than data.sequence_length = {limit}"
+    if len(lengths) > 1:
+        problem += f" (so do {len(lengths) - 1} more, the longest with {max(lengths)})"
+    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to drop or truncate"
+    return UserError(field, first.where, problem, remedy)
+
+
+def _fit(document: Document, row: Row, data: Data) -> tuple[list[Document], str | None]:
     """Splits long text so that each token is predicted once; treats a long conversation as the config says."""
     limit, length = data.sequence_length, len(document.tokens)
     if length <= limit:
         return [document], None
     if row.messages is None:
         # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
-        cuts = range(0, length - 1, limit - 1)
-        pieces = [
-            Document(document.where, document.tokens[c : c + limit], document.learned[c : c + limit].copy())
-            for c in cuts
-        ]
+        pieces = [_cut(document, start, limit) for start in range(0, length - 1, limit - 1)]
         for piece in pieces:
             piece.learned[:1] = False
         return pieces, None
-    if data.over_length == "drop":
-        return [], "dropped"
-    if data.over_length == "truncate":
-        return [Document(document.where, document.tokens[:limit], document.learned[:limit])], "truncated"
-    raise UserError(field, document.where, f"the conversation has {length} tokens, more than data.sequence_length = {limit}",
-                    f"raise data.sequence_length to {length}, or set data.over_length to drop or truncate")  # fmt: skip
+    if data.over_length == "truncate" and document.learned[:limit].any():
+        return [_cut(document, 0, limit)], "truncated"
+    return [], "refused" if data.over_length == "error" else "dropped"  # truncated to nothing learned = dropped
+
+
+def _cut(document: Document, start: int, length: int) -> Document:
+    place = slice(start, start + length)
+    return Document(document.where, document.tokens[place], document.learned[place].copy())
 
 
 def _held_out(rows: int, share: float, seed: int, index: int) -> set[int]:
@@ -205,17 +232,17 @@ def _key(data: Data, tokenizer: Any, seed: int) -> str:
     """Everything that decides the tokens: the files' bytes, the settings, the tokenizer and its template."""
     digest = hashlib.sha256()
     settings = data.model_dump(exclude={"packing"})
-    digest.update(
-        json.dumps(
-            [FORMAT, settings, seed, tokenizer.chat_template, tokenizer.eos_token_id], sort_keys=True, default=str
-        ).encode()
-    )
+    words = [tokenizer.chat_template, tokenizer.special_tokens_map]
+    digest.update(json.dumps([FORMAT, settings, seed, words], sort_keys=True, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     sources = [(f"data.train.{i}", s) for i, s in enumerate(data.train)]
     if not isinstance(data.eval, float):
         sources += [(f"data.eval.{i}", s) for i, s in enumerate(data.eval)]
     for field, source in sources:
         for file in source_files(source, field):
-            with file.open("rb") as f:
-                digest.update(hashlib.file_digest(f, "sha256").digest())
+            try:
+                with file.open("rb") as f:
+                    digest.update(hashlib.file_digest(f, "sha256").digest())
+            except OSError as error:
+                raise unreadable(error, file, field) from None
     return digest.hexdigest()[:24]

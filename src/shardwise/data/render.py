@@ -4,7 +4,8 @@
 and just after each assistant message and compare: the text between the two is the turn. This is right for any template
 whose rendering only ever grows; one that rewrites earlier turns has no unique answer and is refused. From the turn we
 keep what follows the generation prompt, up to and including the first special token after the content (the end of
-turn), so that a trailing newline is not learned. Characters become tokens through the tokenizer's own offsets.
+turn), so that a trailing newline is not learned. What the template writes after the content is found by rendering an
+answer that cannot be mistaken for it. Characters become tokens through the tokenizer's own offsets.
 
 [Note: markup in content] A message that spells a special token (`<|im_end|>`) would be tokenised as that token: turns
 that nobody took, or an answer that ends half-way. The tokenizer cannot be told which occurrence is text, so such a row
@@ -24,6 +25,7 @@ from shardwise.data.rows import Row
 from shardwise.errors import UserError
 
 BATCH = 256
+SENTINEL = "qxanswerxq"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class _Renderer:
         special |= set(tokenizer.all_special_tokens)
         self.special = _any_of(special)
         self.marks = _any_of(special | set(tokenizer.get_added_vocab()))
+        self.closing: str | None = None  # what follows an answer; found at the first one, and again where it differs
 
     def render(self, rows: list[Row]) -> Iterator[Document]:
         texts: list[str] = []
@@ -104,25 +107,30 @@ class _Renderer:
         if not (whole.startswith(after) and after.startswith(before)):
             problem = "the chat template rewrites earlier turns, so what the assistant said cannot be told apart"
             raise UserError(self.field, row.where, problem, "use data.loss_on: all, or one assistant message per row")
-        return len(before), len(before) + self._end(row, after[len(before) :], messages[index]["content"].strip())
+        return len(before), len(before) + self._end(row, messages[: index + 1], before, after[len(before) :])
 
-    def _end(self, row: Row, turn: str, content: str) -> int:
-        """The end of the first special token after the content; the turn may hold several, and space between them."""
-        marks = list(self.marks.finditer(turn))
-        last, end = len(marks), len(turn)
-        while last and marks[last - 1].end() == end:
-            last -= 1
-            end = len(turn[: marks[last].start()].rstrip())
-            if turn[:end].endswith(content):
-                return marks[last].end()
-        if content not in turn:
+    def _end(self, row: Row, messages: list[dict[str, str]], before: str, turn: str) -> int:
+        """Where in a turn the first special token after the content ends."""
+        if self.closing is None or not turn.endswith(self.closing):
+            self.closing = self._closing(row, messages, before)
+        close, content = len(turn) - len(self.closing), messages[-1]["content"].strip()
+        if not turn.endswith(self.closing) or not turn[:close].rstrip().endswith(content):
             problem = "the chat template changes the assistant's text, so it cannot be found in the rendering"
             raise UserError(self.field, row.where, problem, "use data.loss_on: all, or another template")
-        problem = (
-            "the chat template ends the assistant's turn with no special token, so the model would not learn to stop"
-        )
-        remedy = "use a tokenizer whose template ends turns with its eos token"
-        raise UserError("model.tokenizer", row.where, problem, remedy)
+        space = len(self.closing) - len(self.closing.lstrip())
+        mark = self.marks.match(self.closing, space)
+        if mark is None:
+            problem = (
+                "the chat template ends the assistant's turn with no special token, so it would never learn to stop"
+            )
+            remedy = "use a tokenizer whose template ends turns with its eos token"
+            raise UserError("model.tokenizer", row.where, problem, remedy)
+        return close + mark.end()
+
+    def _closing(self, row: Row, messages: list[dict[str, str]], before: str) -> str:
+        """What the template writes after an answer, found with an answer that cannot be mistaken for it."""
+        spoken = self._apply(row, [*messages[:-1], messages[-1] | {"content": SENTINEL}]).rstrip()
+        return spoken[len(before) :].partition(SENTINEL)[2]
 
     def _apply(self, row: Row, messages: list[dict[str, str]], prompt: bool = False) -> str:
         from jinja2 import TemplateError
@@ -144,8 +152,9 @@ def _mask(offsets: np.ndarray, turns: list[tuple[int, int]]) -> np.ndarray:
     learned = np.zeros(len(offsets), dtype=bool)
     begin, end = offsets[:, 0], offsets[:, 1]
     for start, stop in turns:
-        # Tokenizers that trim offsets give a token of spaces no width, at the place where the spaces end.
-        learned |= (begin >= start) & (end > start) & (begin < stop) & (end <= stop)
+        # Tokenizers that trim offsets give a token of spaces no width, at the place where the spaces end; and an end
+        # of turn may take the newline behind it along (Phi-3), so that it ends later than its text.
+        learned |= (begin >= start) & (end > start) & (begin < stop)
     return learned
 
 

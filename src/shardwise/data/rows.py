@@ -60,8 +60,12 @@ def read_rows(source: Source, field: str) -> Iterator[Row]:
             else:
                 yield from _read_jsonl(file, source, field)
         except OSError as error:
-            remedy = "change its permissions, or leave it out"
-            raise UserError(field, str(file), f"cannot be read ({error.strerror})", remedy) from None
+            raise unreadable(error, file, field) from None
+
+
+def unreadable(error: OSError, file: Path, field: str) -> UserError:
+    """A file that is there but does not open."""
+    return UserError(field, str(file), f"cannot be read ({error.strerror})", "change its permissions, or leave it out")
 
 
 def _read_text(file: Path, source: Source, field: str) -> Row:

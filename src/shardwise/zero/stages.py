@@ -94,7 +94,9 @@ def shard_model(
     """Shards block by block, then the rest; `fill` makes each unit's weights right before it is divided."""
     compute = COMPUTE[precision]
     policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
+    # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
+    fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
+    options: dict[str, Any] = {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
     for name, unit in [*blocks, ("", model)]:
         if fill is not None:
             fill(name, unit)

@@ -1,0 +1,29 @@
+"""One cache and one tiny tokenizer for the whole session; the user's own cache is never touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data go to a folder of the session; the converted embedded model is shared through the real cache."""
+    real = Path(os.environ.get("SHARDWISE_CACHE", "~/.cache/shardwise")).expanduser()
+    cache = tmp_path_factory.mktemp("cache")
+    for shared in ("models", "probes"):
+        (real / shared).mkdir(parents=True, exist_ok=True)
+        (cache / shared).symlink_to(real / shared)
+    os.environ["SHARDWISE_CACHE"] = str(cache)
+    os.environ["SHARDWISE_PROGRESS"] = "off"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def cpu_precision_env() -> dict[str, str]:
+    """What half precision needs on this CPU (some advertise instructions that fault)."""
+    from shardwise.launch.cpu import cpu_env
+
+    return cpu_env("bf16") | cpu_env("fp16")

@@ -1,0 +1,79 @@
+"""Runs the real command in a process of its own, watches it and kills its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+
+def write_run(folder: Path, run: dict[str, Any]) -> Path:
+    """RUN.yaml in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    return file
+
+
+def start(file: Path, *overrides: str) -> subprocess.Popen[str]:
+    """`shardwise train` in the background."""
+    command = [sys.executable, "-m", "shardwise", "train", str(file), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def train(file: Path, *overrides: str) -> tuple[int, str, str]:
+    """Runs `shardwise train` to its end."""
+    return finish(start(file, *overrides))
+
+
+def steps_done(output: Path) -> int:
+    """The last step in metrics.jsonl."""
+    try:
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+    except OSError:
+        return 0
+
+
+def wait_for_step(process: subprocess.Popen[str], output: Path, step: int, timeout: float = 120) -> None:
+    """Returns once a step is done."""
+    deadline = time.monotonic() + timeout
+    while steps_done(output) < step:
+        assert process.poll() is None, f"ended early: {process.communicate()}"
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.02)
+
+
+def rank_process(process: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process of one rank."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise AssertionError(f"rank {rank} is not running")
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
+    """`kill -9`, by id."""
+    rank_process(process, rank).send_signal(signal.SIGKILL)
+
+
+def losses(output: Path) -> dict[int, float]:
+    """Training loss by step; a step recorded twice would be a fault."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [r["step"] for r in records if r["kind"] == "train"]
+    assert steps == sorted(set(steps)), "a step was recorded twice or out of order"
+    return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
