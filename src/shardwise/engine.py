@@ -31,7 +31,7 @@ from shardwise.models.build import find_blocks
 from shardwise.optim.adamw import decay_groups
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
-from shardwise.zero.stages import shard_model
+from shardwise.zero.stages import ShardedModel, shard_model
 
 
 class EngineConfig(Section):
@@ -53,7 +53,8 @@ class Engine:
         self.config, self.world = config, world
         before = dict(model.named_parameters())
         model.to(world.device)
-        self.sharded = shard_model(model, find_blocks(model), world.mesh, config.parallel.zero, config.precision)
+        shard_model(model, find_blocks(model), world.mesh, config.parallel.zero, config.precision)
+        self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")

@@ -46,9 +46,9 @@ def test_little_is_padding() -> None:
 
 
 def test_best_fit() -> None:
-    # First fit would put the 3 beside the 6; best fit keeps that room for the 4.
-    sequences = pack(np.array([6, 7, 4, 3]), 10, 0, 0, True)
-    assert sorted(sorted(s.tolist()) for s in sequences) == [[0, 2], [1, 3]]
+    # First fit would put the 1 beside the 7; where it fills a sequence it leaves that room for longer ones.
+    sequences = pack(np.array([7, 5, 4, 1]), 10, 0, 0, True)
+    assert sorted(sorted(s.tolist()) for s in sequences) == [[0], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("packing", [True, False])

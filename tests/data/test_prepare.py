@@ -267,9 +267,7 @@ def test_a_mistake_leaves_nothing_in_the_cache(write: Write, tokenizer: Any, cac
     assert len(prepare_data(data(path), tokenizer, 0).train) == 1
 
 
-def test_a_broken_off_attempt_is_replaced(
-    write: Write, tokenizer: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_off_attempt_is_replaced(write: Write, tokenizer: Any, cache: Path) -> None:
     path = write("a.jsonl", [qa("q", "a")])
     key = prepare._key(data(path), tokenizer, 0)
     left_over = cache / "data" / f"{key}.partial"

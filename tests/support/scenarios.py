@@ -108,3 +108,106 @@ def draw() -> torch.Tensor:
 
     seed_step(0, 0, dist.get_rank())
     return torch.rand(8)
+
+
+def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
+    """Loads a model at the run's stage; private memory of this rank before, at its peak, and after."""
+    import threading
+    import time
+
+    from shardwise.config.load import load_run
+    from shardwise.models.build import build_on_meta
+    from shardwise.parallel.mesh import init_world
+    from shardwise.train.job import prepare_job
+    from shardwise.train.setup import build_model
+
+    job = prepare_job(load_run(run))
+    world = init_world(job.run)
+    build_on_meta(job.source)  # imports the model's code, which is not what is measured
+    before, peak, done = private_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            peak[0] = max(peak[0], private_bytes())
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    sharded = build_model(job, world)
+    done.set()
+    thread.join()
+    peak[0] = max(peak[0], private_bytes())
+    held = sum(p.to_local().numel() * 4 for p in sharded.model.parameters())
+    return {"before": before, "peak": peak[0], "after": private_bytes(), "held": held}
+
+
+def private_bytes() -> int:
+    """Memory of this process that no other shares: what `kill -9` would give back."""
+    total = 0
+    with open("/proc/self/smaps_rollup") as lines:
+        for line in lines:
+            if line.startswith(("Private_Clean", "Private_Dirty")):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def loaded_parameters(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters right after loading."""
+    return full_parameters(parts_of(run))
+
+
+def gradients(run: dict[str, Any], micro: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the first step, cut into micro-batches of a size."""
+    import torch.distributed as dist
+
+    from shardwise.train.loop import accumulate
+
+    parts = parts_of(run)
+    world, batch_size = parts.world, parts.job.run.train.batch_size
+    batch = parts.loader.step(0, batch_size, micro, world.rank, world.size)
+    loss = accumulate(parts, batch)
+    dist.all_reduce(loss)
+    grads = {n: p.grad.full_tensor().clone() for n, p in parts.sharded.parameters.items()}
+    return loss.item() / batch.supervised, grads
+
+
+def own_loop(config: dict[str, Any], folder: str, kind: str, steps: int, resume: bool) -> list[float]:
+    """A user's loop over `shardwise.initialize`; the mean loss of each micro-batch over all ranks."""
+    import torch.distributed as dist
+    from support.tiny import LLAMA
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+
+    values = dict(LLAMA)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    optimizer: Any = {
+        "default": None,
+        "instance": torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0),
+        "function": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0),
+    }[kind]
+    engine = shardwise.initialize(model, optimizer, config)
+    start = engine.load(folder)["next"] if resume else 0
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for index in range(start, start + steps):
+        ids = torch.randint(0, 515, (4, 32), generator=torch.Generator().manual_seed(index % 2))
+        mine = ids.chunk(ranks)[rank]
+        loss = engine(input_ids=mine, labels=mine).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / ranks)
+    if not resume:
+        engine.save(folder, {"next": start + steps})
+    return losses
+
+
+def loss_two_ways(run: dict[str, Any]) -> tuple[float, float]:
+    """The loss per learned token, and the mean of the sequences' means."""
+    parts = parts_of(run)
+    batch = parts.loader.step(0, parts.job.run.train.batch_size, 1, 0, 1)
+    sums = [(float(parts.objective(parts.sharded.model, m).detach()), int((m.labels != -100).sum())) for m in batch.micro_batches]
+    return sum(s for s, _ in sums) / sum(n for _, n in sums), sum(s / n for s, n in sums) / len(sums)

@@ -100,9 +100,7 @@ def _read_yaml(path: Path, origin: dict[str, str]) -> dict[str, Any]:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        where, problem = _yaml_problem(error, path)
         remedy = "check the indentation, colons, quotes and tabs on this line"
         raise UserError("RUN.yaml", where, f"not valid YAML: {problem}", remedy) from None
     if values is None:
@@ -111,6 +109,16 @@ def _read_yaml(path: Path, origin: dict[str, str]) -> dict[str, Any]:
         problem = f"holds a {type(values).__name__} instead of settings"
         raise UserError("RUN.yaml", str(path), problem, f"write key: value lines, at least {_LEAST}")
     return values
+
+
+def _yaml_problem(error: yaml.YAMLError, path: Path) -> tuple[str, str]:
+    """Place and reason; where a bracket or quote was left open, also where it was opened."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(path), str(error).partition("\n")[0]
+    line, begun, problem = error.problem_mark.line, error.context_mark, error.problem or "no reason given"
+    if begun is not None and begun.line != line:
+        problem += f" ({error.context}, begun on line {begun.line + 1})"
+    return f"{path}:{line + 1}", problem
 
 
 _LEAST = "model: smollm2-135m-instruct and data: {train: chat.jsonl}"

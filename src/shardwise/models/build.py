@@ -7,7 +7,7 @@ units of sharding and of recomputation.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
+from shardwise.models.weights import fill_local
 
 
 def build_on_meta(source: ModelSource) -> Any:
@@ -65,32 +66,58 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
-def random_unit(model: Any, seed: int, device: torch.device) -> Callable[[str, nn.Module], None]:
-    """A function that materialises one unit of a fresh model and initialises it as the model's authors do.
+@torch.no_grad()
+def fill_random(model: nn.Module, source: ModelSource, seed: int) -> None:
+    """Fills a fresh, sharded model as its authors initialise it, holding one unit at a time besides the shards.
 
-    The random stream depends on the seed and the unit's name alone, so the result is the same on any number of ranks.
+    A second, unsharded model on `meta` serves as the mould. The random stream of a unit depends on the seed and the
+    unit's name alone, so the result is the same on any number of ranks.
     """
-
-    def fill(name: str, unit: nn.Module) -> None:
-        materialise(unit, torch.device("cpu"))
+    targets = dict(model.named_parameters())
+    mould = build_on_meta(source)
+    units = list(_units(mould, {n for n, _ in find_blocks(mould)}))
+    # One buffer for all units in turn: memory given back piece by piece stays with the allocator, block after block.
+    scratch = torch.empty(max(sum(p.numel() for p in unit.parameters(recurse=whole)) for _, unit, whole in units))
+    for name, unit, whole in units:
+        own = dict(unit.named_parameters(recurse=whole))
+        wanted = {n: targets[f"{name}.{n}" if name else n] for n in own if (f"{name}.{n}" if name else n) in targets}
+        if not wanted:
+            continue  # tied to a tensor that another unit makes
+        _lay_out(unit, scratch, whole)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            _initialise(unit, _initialiser_of(model, name))
-        if device.type != "cpu":
-            unit._apply(lambda t: t if _is_sharded(t) else t.to(device))
-
-    return fill
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+            owner = _owner(mould, name)
+            if whole:
+                _initialise(unit, owner)
+            else:
+                owner._init_weights(unit)
+        for key, target in wanted.items():
+            fill_local(target, unit.get_parameter(key).detach())
 
 
-def _initialiser_of(model: Any, name: str) -> Any:
-    """`_init_weights` of the innermost pretrained model around a unit (composite models have several)."""
+def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
+    """A model in pieces: each block, each part without blocks, and (not whole) each holder of blocks."""
+    inside = [b for b in blocks if not prefix or b == prefix or b.startswith(prefix + ".")]
+    if prefix in blocks or not inside:
+        yield prefix, module, True
+        return
+    yield prefix, module, False
+    for name, child in module.named_children():
+        yield from _units(child, blocks, f"{prefix}.{name}" if prefix else name)
+
+
+def _lay_out(unit: nn.Module, scratch: torch.Tensor, whole: bool) -> None:
+    at = 0
+    for module in unit.modules() if whole else [unit]:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            view = scratch[at : at + parameter.numel()].view(parameter.shape)
+            setattr(module, name, nn.Parameter(view, parameter.requires_grad))
+            at += parameter.numel()
+
+
+def _owner(model: Any, name: str) -> Any:
+    """The innermost pretrained model around a unit, whose `_init_weights` counts (composite models have several)."""
     from transformers import PreTrainedModel
 
     parts = name.split(".") if name else []
@@ -102,13 +129,8 @@ def _initialiser_of(model: Any, name: str) -> Any:
 
 
 def _initialise(module: nn.Module, owner: Any) -> None:
-    from torch.distributed.fsdp import FSDPModule
     from transformers import PreTrainedModel
 
     for child in module.children():
-        if not isinstance(child, FSDPModule):  # sharded already: it was initialised before
-            _initialise(child, child if isinstance(child, PreTrainedModel) else owner)
-    if not any(_is_sharded(p) for p in module.parameters()):
-        owner._init_weights(module)
-    elif any(True for _ in module.parameters(recurse=False)):
-        raise AssertionError(f"{type(module).__name__} holds parameters beside sharded children")
+        _initialise(child, child if isinstance(child, PreTrainedModel) else owner)
+    owner._init_weights(module)

@@ -217,7 +217,8 @@ def converted_folder(source: ModelSource) -> Path:
                     source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
                 )
         except Exception as error:
-            problem = f"transformers cannot load its weights ({_first_line(error)})"
+            reason = _first_line(error).partition(" For details")[0]  # of a report that we keep quiet
+            problem = f"transformers cannot load its weights ({reason})"
             raise UserError("model", str(source.weights), problem, "fetch the model again") from None
         _check_complete(report, source)
         write_plain(model, folder)

@@ -6,7 +6,6 @@ With stage 3 no rank ever holds the whole model; what it holds besides its shard
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +103,18 @@ def load_weights(model: nn.Module, folder: Path, progress: Any = None) -> None:
     names = match_names(model, stored)
     assert names is not None, "the caller converts folders whose names do not match"
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    by_file: dict[Path, list[tuple[str, str]]] = {}
     for name, key in names.items():
-        by_file.setdefault(stored[key], []).append((name, key))
-    for file, members in by_file.items():
-        with ExitStack() as stack:
-            handle = stack.enter_context(safe_open(file, framework="pt"))
-            for name, key in members:
-                _fill(tensors[name], handle.get_slice(key), name, file)
-                if progress is not None:
-                    progress(name)
+        # Opened anew for each tensor: a mapping keeps every page it has read, and would grow to the rank's whole share.
+        with safe_open(stored[key], framework="pt") as handle:
+            part = handle.get_slice(key)
+            _check_shape(part, tensors[name], name, stored[key])
+            fill_local(tensors[name], part)
+        if progress is not None:
+            progress(name)
 
 
-def _fill(target: torch.Tensor, stored: Any, name: str, file: Path) -> None:
-    _check_shape(stored, target, name, file)
+def fill_local(target: torch.Tensor, whole: Any) -> None:
+    """Copies this rank's part of a tensor from anything that can be sliced like the whole, in bounded pieces."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if isinstance(target, DTensor):
         _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
@@ -126,10 +123,10 @@ def _fill(target: torch.Tensor, stored: Any, name: str, file: Path) -> None:
     if local.numel() == 0:
         return
     if local.ndim == 0:
-        local.copy_(stored[...])
+        local.copy_(whole[...])
         return
     rest = tuple(slice(o, o + s) for o, s in zip(offset[1:], local.shape[1:], strict=True))
     rows = max(1, PIECE // max(1, local[0].numel() * local.element_size()))
     for start in range(0, local.shape[0], rows):
         stop = min(start + rows, local.shape[0])
-        local[start:stop].copy_(stored[(slice(offset[0] + start, offset[0] + stop), *rest)])
+        local[start:stop].copy_(whole[(slice(offset[0] + start, offset[0] + stop), *rest)])

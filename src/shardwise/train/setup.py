@@ -11,7 +11,7 @@ from torch.distributed._composable import checkpoint as recompute
 
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint
 from shardwise.data.loader import Loader
-from shardwise.models.build import build_on_meta, find_blocks, materialise, random_unit
+from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim.adamw import build_optimizer
@@ -51,15 +51,15 @@ def build_model(job: Job, world: World, say: Callable[[str], None] = lambda _: N
     if run.recompute == "full":
         for _, block in blocks:
             recompute(block)
-    fill = random_unit(model, run.train.seed, world.device) if source.weights is None else None
-    sharded = shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, fill)
+    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision)
+    materialise(model, world.device)
     if source.weights is not None:
-        materialise(model, world.device)
         load_weights(model, source.weights)
-        sharded = ShardedModel(model, run.parallel.zero, world.mesh)
+    else:
+        fill_random(model, source, run.train.seed)
     model.train()
     say(f"{len(blocks)} blocks sharded over {world.mesh.size(1)}, replicated {world.mesh.size(0)} times")
-    return sharded
+    return ShardedModel(model, run.parallel.zero, world.mesh)
 
 
 def build_parts(job: Job, world: World, status: Status, say: Callable[[str], None] = lambda _: None) -> Parts:

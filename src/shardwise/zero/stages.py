@@ -17,7 +17,7 @@ What bites, and what is done about it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class ShardedModel:
-    """A model spread over the mesh; the training loop talks to FSDP only through this."""
+    """A model that `shard_model` spread over the mesh and that has its weights; the loop talks to FSDP only through this."""
 
     def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
         self.model, self.stage, self.mesh = model, stage, mesh
@@ -89,16 +89,12 @@ def shard_model(
     mesh: DeviceMesh,
     stage: int,
     precision: str,
-    fill: Callable[[str, nn.Module], None] | None = None,
-) -> ShardedModel:
-    """Shards block by block, then the rest; `fill` makes each unit's weights right before it is divided."""
+) -> None:
+    """Divides each block, then the rest, over the mesh; works on `meta`, where it takes no memory."""
     compute = COMPUTE[precision]
     policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
     options: dict[str, Any] = {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
-    for name, unit in [*blocks, ("", model)]:
-        if fill is not None:
-            fill(name, unit)
+    for unit in [*(block for _, block in blocks), model]:
         fully_shard(unit, **options)
-    return ShardedModel(model, stage, mesh)

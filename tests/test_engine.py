@@ -1,0 +1,38 @@
+"""`shardwise.initialize`: a loop of one's own, on any stage and number of ranks, saved and taken up again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import scenarios
+from support.ranks import run_ranks
+
+from shardwise.engine import _check
+from shardwise.errors import UserError
+
+
+@pytest.mark.parametrize("kind", ["instance", "function"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_own_loop(kind: str, zero: int, tmp_path: Path) -> None:
+    """Accumulation 2, clipping; two ranks equal one; then go on from the checkpoint on one rank at another stage."""
+    if kind == "function" and zero not in (1, 3):
+        pytest.skip("one function run per kind of sharding is enough")
+    config = {"parallel": {"zero": zero}, "accumulate": 2, "clip": 0.5}
+    one = run_ranks(scenarios.own_loop, 1, config | {"parallel": {"zero": 2}}, str(tmp_path / "one"), kind, 12, False)[0]
+    two = run_ranks(scenarios.own_loop, 2, config, str(tmp_path / "two"), kind, 8, False)[0]
+    rest = run_ranks(scenarios.own_loop, 1, config | {"parallel": {"zero": 1}}, str(tmp_path / "two"), kind, 4, True)[0]
+    assert max(abs(a - b) for a, b in zip(one, two + rest, strict=True)) <= 1e-5
+    assert one[-1] < one[0]
+
+
+def test_default_optimizer_trains(tmp_path: Path) -> None:
+    losses = run_ranks(scenarios.own_loop, 2, {"learning_rate": 1e-2}, str(tmp_path), "default", 4, False)[0]
+    assert losses[-1] < losses[0]
+
+
+def test_mistakes_name_the_field() -> None:
+    with pytest.raises(UserError, match="did you mean accumulate"):
+        _check({"acumulate": 2})
+    with pytest.raises(UserError, match=r"config\.parallel\.zero"):
+        _check({"parallel": {"zero": 7}})
