@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +23,12 @@ app = typer.Typer(
     epilog="Begin with [bold]shardwise demo[/bold], or write a RUN.yaml and run [bold]shardwise train RUN.yaml[/bold].",
 )
 
+FIRST_WORD = 5.0  # seconds that the other ranks of a host leave the first to report a failure they share
+
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The description of the run.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]…", help="Settings that override the file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]…", help="Settings that override the file.")
+]
 
 
 def _examples(*lines: str) -> str:
@@ -36,7 +41,11 @@ def _examples(*lines: str) -> str:
     "shardwise train run.yaml resume=never output=out/second",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 -m shardwise train run.yaml",
 ))  # fmt: skip
-def train(run_file: RunFile, overrides: Overrides = None, quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no notes.")] = False) -> None:
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no notes.")] = False,
+) -> None:
     """Train: plans, starts the ranks, watches them, and hands over a Hugging Face folder.
 
     Run it again to go on from the last checkpoint.
@@ -122,7 +131,9 @@ def export(
     "cat questions.txt | shardwise chat out/run",
 ))  # fmt: skip
 def chat(
-    model: Annotated[str, typer.Argument(help="An exported folder, a run's output folder, a checkpoint, or a model name.")],
+    model: Annotated[
+        str, typer.Argument(help="An exported folder, a run's output folder, a checkpoint, or a model name.")
+    ],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask once, print the answer and leave.")] = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
@@ -157,7 +168,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For other tools
 def demo(
     output: Annotated[Path, typer.Option(help="Where the model goes.")] = Path("out/demo"),
     write: Annotated[Path | None, typer.Option(help="Only write a RUN.yaml to start from.")] = None,
-    seconds: Annotated[int, typer.Option(min=20, help="Training time to aim for; fewer pairs on a slow machine.")] = 150,
+    seconds: Annotated[
+        int, typer.Option(min=20, help="Training time to aim for; fewer pairs on a slow machine.")
+    ] = 150,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
 ) -> None:
     """Teach SmolLM2-135M-Instruct some facts about distributed training, and see it answer before and after."""
@@ -182,8 +195,24 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     pass
+
+
+def _has_the_word(error: Exception) -> bool:
+    """Whether this process is the one to print a failure: under torchrun all ranks of a host mostly meet the same one.
+
+    The first rank speaks. torchrun ends the others as soon as one has left, so they wait: for the first to speak, and to
+    be ended. A rank that is still there then met a failure of its own.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        return True
+    time.sleep(FIRST_WORD)
+    return not isinstance(error, Interrupted)
 
 
 def main(argv: list[str] | None = None) -> Any:
@@ -191,9 +220,9 @@ def main(argv: list[str] | None = None) -> Any:
     try:
         app(args=argv, standalone_mode=True)
     except (UserError, RunFailed, Interrupted) as error:
-        if int(os.environ.get("RANK", 0)) == 0 or isinstance(error, RunFailed):
-            label = "stopped" if isinstance(error, Interrupted) else "error"
-            print(f"{label}: {error}", file=sys.stderr)
+        if _has_the_word(error):
+            label = "" if isinstance(error, Interrupted) else "error: "
+            print(f"{label}{error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was written", file=sys.stderr)

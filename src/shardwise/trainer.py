@@ -55,17 +55,28 @@ class Trainer:
         return self._result(job)
 
     def _fit_here(self, job: Job, say: Callable[[str], None]) -> None:
+        from shardwise.launch.cpu import cpu_env
         from shardwise.train.status import Status
         from shardwise.train.worker import logs_of, run_rank
 
+        if job.run.device == "cpu":
+            os.environ.update(cpu_env(job.run.precision))  # oneDNN reads it at its first use
         logs = logs_of(job.output)
         logs.mkdir(parents=True, exist_ok=True)
         outcome = run_rank(job, Status(logs / f"rank-{os.environ['RANK']}.status"), say)
         if outcome.stopped_by:
-            raise Interrupted(f"stopped at step {outcome.step}; the same command goes on from there", 128 + outcome.stopped_by)
+            raise Interrupted(
+                f"stopped at step {outcome.step}; the same command goes on from there", 128 + outcome.stopped_by
+            )
 
     def _result(self, job: Job) -> Result:
         from shardwise.observe.metrics import read_metrics
 
         summary = json.loads((job.output / "result.json").read_text())
-        return Result(summary["step"], summary["loss"], summary["eval_loss"], Path(summary["model"]), read_metrics(job.output / "metrics.jsonl"))
+        return Result(
+            summary["step"],
+            summary["loss"],
+            summary["eval_loss"],
+            Path(summary["model"]),
+            read_metrics(job.output / "metrics.jsonl"),
+        )

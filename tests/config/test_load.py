@@ -224,6 +224,7 @@ def test_command_line_prints_every_origin(
         ("sequence_lenght: 4", "sequence_lenght", 4, "data.sequence_length"),
         ("epoch: 1", "epoch", 1, "train.epochs"),
         ("train: {output: x}", "train.output", "x", "output"),
+        ("background: 1", "background", 1, "checkpoint.background"),  # rather than backend, which is nearer by place
         ("lr: 1", "lr", 1, "train.learning_rate"),
         ("export: {max_steps: 7}", "export.max_steps", 7, "train.steps"),
     ],

@@ -44,6 +44,10 @@ def all_rows(source: Loader, position: int, ranks: int, micro: int) -> list[tupl
     return [row for part in parts for m in part.micro_batches for row in rows_of(m)]
 
 
+def all_rows_of_one(source: Loader, position: int) -> list[tuple[Any, ...]]:
+    return rows_of(source.step(position, 1, 1, 0, 1).micro_batches[0])
+
+
 def same(a: Any, b: Any) -> bool:
     pairs = zip(a.micro_batches, b.micro_batches, strict=True)
     tensors = [
@@ -80,6 +84,14 @@ def test_resuming_anywhere_gives_the_same_batches(packing: bool) -> None:
     for start in (0, 1, epoch // BATCH, epoch // BATCH + 1, steps - 1):
         resumed = loader(packing)
         assert all(same(resumed.step(n * BATCH, BATCH, 2, 1, 2), expected[n]) for n in range(start, steps))
+
+
+def test_a_batch_across_the_end_of_an_epoch_goes_on_with_the_next() -> None:
+    source = loader()
+    position = source.epoch_sequences() - 3
+    one_by_one = [row for n in range(BATCH) for row in all_rows_of_one(source, position + n)]
+    assert all_rows(source, position, 1, BATCH) == one_by_one
+    assert one_by_one[3:] != [row for n in range(5) for row in all_rows_of_one(source, n)]  # epochs differ
 
 
 def test_going_back_gives_the_same_batches() -> None:
@@ -129,12 +141,14 @@ def test_labels_are_the_next_token_of_the_same_document(packing: bool) -> None:
 
 
 def test_positions_restart_with_each_document_and_with_the_padding() -> None:
-    for micro in loader().step(0, BATCH, 4, 0, 1).micro_batches:
+    widest = 0
+    for micro in Loader(corpus(9), LENGTH, True, 0, PAD).step(0, BATCH, 4, 0, 1).micro_batches:
         assert micro.attention_mask is None and micro.position_ids is not None
         for ids, positions in zip(micro.input_ids.tolist(), micro.position_ids.tolist(), strict=True):
-            expected = [(i - 1) % 100 if i != PAD else None for i in ids]
-            padding = iter(range(len(ids)))
-            assert positions == [next(padding) if e is None else e for e in expected]
+            padding = ids.count(PAD)
+            assert positions == [(i - 1) % 100 for i in ids if i != PAD] + list(range(padding))
+            widest = max(widest, padding)
+    assert widest > 1  # the test has seen padding
 
 
 def test_unpacked_rows_have_a_mask_instead() -> None:

@@ -12,6 +12,7 @@ from support.chat import (
     MISTRAL,
     REWRITING,
     SHOUTING,
+    SPACED,
     STRIPPING,
     SYSTEM_FIRST,
     THINKING,
@@ -133,6 +134,13 @@ def test_sentence_pieces(kind: str = "pieces") -> None:
     prompt = tokenizer(whole[: whole.index(" It")], add_special_tokens=False)["input_ids"]
     assert document.tokens.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert document.learned.tolist() == [False] * len(prompt) + [True] * (len(document.tokens) - len(prompt))
+
+
+def test_a_token_of_prompt_and_answer_is_not_learned() -> None:
+    tokenizer = chat_tokenizer(SPACED, "</s>", "<s>")
+    (document,) = render(tokenizer, chat("Why?", "the end"))
+    assert tokenizer.decode(document.tokens) == "<s>[INST] Why? [/INST] the end</s>"
+    assert learned(tokenizer, document) == [" end</s>"]  # " the" is one token
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral"])

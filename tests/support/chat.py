@@ -22,6 +22,8 @@ MISTRAL = (
     "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+# The prompt ends with a space, which the tokenizer would rather have at the beginning of the answer's first word.
+SPACED = MISTRAL.replace("' [/INST]'", "' [/INST] '").replace("' ' + m", "m")
 # The content is stripped, and two special tokens with a space between them end the turn.
 STRIPPING = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'].strip() }}"

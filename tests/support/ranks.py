@@ -23,8 +23,11 @@ def _context() -> Any:
 
 
 def _rank(function: Callable[..., Any], rank: int, ranks: int, folder: str, env: dict[str, str], args: tuple[Any, ...]) -> None:
+    import faulthandler
+
     import torch
 
+    faulthandler.enable()  # a crash in native code shows where Python was
     os.environ.update(env)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, list_checkpoints, load_tensors
 from shardwise.errors import UserError
@@ -39,40 +41,66 @@ def export_checkpoint(
     verified: bool = False,
 ) -> Path:
     """Writes a folder that `transformers` loads; the folder appears whole or not at all."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())) and not overwrite:
-        raise UserError("target", str(target), "exists and is not empty", "choose another folder or pass --overwrite")
+    target = Path(os.path.abspath(target.expanduser()))  # "." has a name too
+    _check_target(target, checkpoint, overwrite)
     if not verified:
         check_whole(checkpoint)
-    kind = _dtype(checkpoint, dtype)
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        shutil.copytree(checkpoint / MODEL, partial)
-        groups = list(_groups(checkpoint, kind, shard_size))
-        weight_map: dict[str, str] = {}
-        total = 0
-        for number, group in enumerate(groups, 1):
-            name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            total += _write_group(checkpoint, group, partial / name, kind)
-            weight_map |= dict.fromkeys((key for key, _, _ in group), name)
-            say(f"wrote {name}")
-        if len(groups) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        _stamp_dtype(partial / "config.json", kind)
-        shutil.copy(checkpoint / RUN, partial / "shardwise_run.json")
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
-    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        _write_folder(checkpoint, partial, _dtype(checkpoint, dtype), shard_size, say)
+        _replace(target, partial)
+    except (OSError, SafetensorError) as error:
+        problem = f"cannot be written ({getattr(error, 'strerror', None) or error})"
+        raise UserError("target", str(target), problem, "choose a folder you may write to, with room enough") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
+    """Refuses to write over anything without leave, and with it, over anything that is not a model's folder."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise UserError("target", str(target), "exists and is not empty", "choose another folder or pass --overwrite")
+    if not (target / "config.json").is_file() or checkpoint.resolve().is_relative_to(target.resolve()):
+        problem = "holds something other than a model, which --overwrite would delete"
+        raise UserError("target", str(target), problem, "choose another folder")
+
+
+def _write_folder(
+    checkpoint: Path, folder: Path, kind: torch.dtype, shard_size: int, say: Callable[[str], None]
+) -> None:
+    shutil.copytree(checkpoint / MODEL, folder)
+    groups = list(_groups(checkpoint, kind, shard_size))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, group in enumerate(groups, 1):
+        name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        total += _write_group(checkpoint, group, folder / name, kind)
+        weight_map |= dict.fromkeys((key for key, _, _ in group), name)
+        say(f"wrote {name}")
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    _stamp_dtype(folder / "config.json", kind)
+    shutil.copy(checkpoint / RUN, folder / "shardwise_run.json")
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Puts the new folder in the target's place; the old one goes only when the new one stands."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _groups(checkpoint: Path, kind: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
     """Tensors of the model, in files of at most `limit` bytes (a larger tensor gets a file of its own)."""
-    metadata = dcp.FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata
     group: list[tuple[str, torch.Size, torch.dtype]] = []
     size = 0
     for name, entry in metadata.items():
@@ -90,7 +118,9 @@ def _groups(checkpoint: Path, kind: torch.dtype, limit: int) -> Iterator[list[tu
         yield group
 
 
-def _write_group(checkpoint: Path, group: list[tuple[str, torch.Size, torch.dtype]], file: Path, kind: torch.dtype) -> int:
+def _write_group(
+    checkpoint: Path, group: list[tuple[str, torch.Size, torch.dtype]], file: Path, kind: torch.dtype
+) -> int:
     from safetensors.torch import save_file
 
     tensors = {}

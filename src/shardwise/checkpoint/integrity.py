@@ -1,8 +1,8 @@
 """Hashes of every file of a checkpoint, and the check that nothing is loaded that was not written.
 
-PyTorch's distributed checkpoint has no integrity check of its own: flipped bytes load in silence. The manifest names every
-file with size and SHA-256 and carries a digest of itself; it is the last file written, so a folder without one is not a
-checkpoint.
+PyTorch's distributed checkpoint has no integrity check of its own: flipped bytes load in silence. The manifest names
+every file with size and SHA-256 and carries a digest of itself; it is the last file written, so a folder without one is
+not a checkpoint.
 """
 
 from __future__ import annotations

@@ -21,10 +21,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_manifest, sync_folder, verify, write_manifest
-from shardwise.errors import UserError
+from shardwise.checkpoint.integrity import (
+    MANIFEST,
+    Damage,
+    digest_file,
+    read_manifest,
+    sync_folder,
+    verify,
+    write_manifest,
+)
+from shardwise.errors import RunFailed, UserError
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
 
@@ -37,6 +48,16 @@ def step_folder(root: Path, step: int) -> Path:
 def list_checkpoints(root: Path) -> list[Path]:
     """Completed-looking checkpoints of a run, oldest first."""
     return sorted(p for p in root.glob("step-*") if p.is_dir())
+
+
+class SaveFailed(RunFailed):
+    """A checkpoint that could not be written, and the rank to blame."""
+
+    def __init__(self, failure: BaseException, rank: int) -> None:
+        self.rank, reason = rank, failure
+        if isinstance(failure, CheckpointException) and failure.failures:
+            self.rank, (reason, _) = next(iter(failure.failures.items()))
+        super().__init__(f"a checkpoint could not be written ({type(reason).__name__}: {reason})")
 
 
 class CheckpointStore:
@@ -72,8 +93,8 @@ class CheckpointStore:
             (partial / RUN).write_text(run_json)
             write_model(partial / MODEL)
         dist.barrier(group=self.group)
-        writer = dcp.FileSystemWriter(partial / STATE, single_file_per_rank=True, sync_files=True)
-        future: Any = dcp.async_save(_detached(tensors), storage_writer=writer, process_group=self.group)
+        writer = FileSystemWriter(partial / STATE, single_file_per_rank=True, sync_files=True)
+        future: Any = async_save(_detached(tensors), storage_writer=writer, process_group=self.group)
         self._worker = threading.Thread(
             target=self._finish, args=(step, partial, future, best_step), name=f"checkpoint-{step}", daemon=True
         )
@@ -88,7 +109,7 @@ class CheckpointStore:
             self._worker = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise OSError(f"saving a checkpoint failed: {failure}") from failure
+            raise SaveFailed(failure, dist.get_rank(self.group)) from failure
 
     def _finish(self, step: int, partial: Path, future: Any, best_step: int | None) -> None:
         try:
@@ -108,13 +129,14 @@ class CheckpointStore:
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
                 sync_folder(self.root)
-                self._prune(best_step)
+                self._prune(target, best_step)
             dist.barrier(group=self.group)
         except BaseException as failure:  # DCP's own exception derives from BaseException
             self._failure = failure
 
-    def _prune(self, best_step: int | None) -> None:
-        kept = set(list_checkpoints(self.root)[-self.keep :])
+    def _prune(self, newest: Path, best_step: int | None) -> None:
+        # Later steps are of a run that was given up, by resume=never or by going back to an earlier checkpoint.
+        kept = set([p for p in list_checkpoints(self.root) if p <= newest][-self.keep :])
         if best_step is not None:
             kept.add(step_folder(self.root, best_step))
         for folder in list_checkpoints(self.root):
@@ -135,12 +157,19 @@ def choose_checkpoint(resume: str, root: Path) -> Path | None:
         return found[-1] if found else None
     path = Path(resume).expanduser()
     if not path.is_dir():
-        raise UserError("resume", resume, "there is no such checkpoint", f"use auto, never, or one of {_names(list_checkpoints(root))}")
+        raise UserError(
+            "resume",
+            resume,
+            "there is no such checkpoint",
+            f"use auto, never, or one of {_names(list_checkpoints(root))}",
+        )
     if not (path / MANIFEST).is_file():
         inner = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
         if inner:
             return inner[-1]
-        raise UserError("resume", resume, f"is no checkpoint (it has no {MANIFEST})", f"use one of {_names(list_checkpoints(root))}")
+        raise UserError(
+            "resume", resume, f"is no checkpoint (it has no {MANIFEST})", f"use one of {_names(list_checkpoints(root))}"
+        )
     return path
 
 
@@ -155,8 +184,14 @@ def check_whole(folder: Path, group: dist.ProcessGroup | None = None) -> None:
     damage: list[Damage] = [d for part in parts for d in part]
     if not damage:
         return
-    good = next((p for p in reversed(list_checkpoints(folder.parent)) if p != folder and p < folder and not verify(p)), None)
-    remedy = f"go on from the previous good one with resume={good}" if good else "no earlier good one is left: start afresh with resume=never"
+    good = next(
+        (p for p in reversed(list_checkpoints(folder.parent)) if p != folder and p < folder and not verify(p)), None
+    )
+    remedy = (
+        f"the previous good one is {good} (to go on from it: resume={good})"
+        if good
+        else "no earlier good one is left: start afresh with resume=never"
+    )
     more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
     raise UserError("checkpoint", str(folder), f"{damage[0]}{more}; it was not loaded", remedy)
 
@@ -167,10 +202,10 @@ def _names(folders: list[Path]) -> str:
 
 def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Fills tensors in place from a verified checkpoint; sharding may differ from when it was saved."""
-    reader = dcp.FileSystemReader(folder / STATE)
+    reader = FileSystemReader(folder / STATE)
     try:
-        dcp.load(_detached(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
-    except dcp.CheckpointException as error:
+        load(_detached(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
         print(error, file=sys.stderr)
         reason = next(iter(error.failures.values()))[0] if error.failures else error
         raise UserError("resume", str(folder), f"does not fit this model ({str(reason).splitlines()[0]})",

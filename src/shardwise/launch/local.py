@@ -1,4 +1,4 @@
-"""Starts one process per rank on this host, watches them, and ends all when one dies, with one message that says why."""
+"""Starts one process per rank on this host, watches them, and ends all when one dies, with one message saying why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from shardwise.train.worker import logs_of
 POLL = 0.05
 LAST_WORDS = 3.0  # seconds given to the other ranks, after one died, to write down what they saw
 STOP_AGAIN = "stopping after this step and saving; Ctrl-C again ends at once"
-LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "NCCL", "recvValue", "Socket")
+TIMED_OUT = ("Timed out", "timeout")
+LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TIMED_OUT, "NCCL", "recvValue", "Socket")
 
 
 def launch(job: Job) -> None:
@@ -36,11 +37,14 @@ def launch(job: Job) -> None:
     job_file = job.output / "job.json"
     write_job(job, job_file)
     # The supervisor hosts the meeting point, so there is no race for a port and no rank is special.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks = int(job.run.ranks)
-    children = [_start(job, job_file, rank, ranks, store.port, logs) for rank in range(ranks)]
+    children: list[subprocess.Popen[bytes]] = []
     with _Signals(children) as signals:
         try:
+            for rank in range(ranks):
+                if not signals.received:
+                    children.append(_start(job, job_file, rank, ranks, store.port, logs))
             _watch(children, signals, logs, job)
         finally:
             for child in children:
@@ -64,7 +68,7 @@ def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Pat
     with (logs / f"rank-{rank}.log").open("wb") as log:
         # A session of its own keeps the terminal's Ctrl-C from reaching the ranks directly: we pass it on, once.
         return subprocess.Popen(
-            [sys.executable, "-m", "shardwise.train.worker", str(job_file)],
+            [sys.executable, "-m", "shardwise.train.worker", str(job_file), str(os.getpid())],
             env=env, stdin=subprocess.DEVNULL, stdout=None if rank == 0 else log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
@@ -73,7 +77,7 @@ class _Signals:
     """Passes Ctrl-C and SIGTERM on to the ranks; the second one ends them."""
 
     def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
-        self.children, self.received = children, 0
+        self.children, self.received, self.hurried = children, 0, False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -87,23 +91,26 @@ class _Signals:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = bool(self.received), number
-        if not again:
+        self.hurried, self.received = bool(self.received), self.received or number
+        if not self.hurried:
             print(f"\n{STOP_AGAIN}", file=sys.stderr, flush=True)
         for child in self.children:
             if child.poll() is None:
-                child.send_signal(signal.SIGKILL if again else number)
+                child.send_signal(signal.SIGKILL if self.hurried else number)
 
 
 def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, job: Job) -> None:
     while True:
-        codes = [child.poll() for child in children]
-        if all(code == 0 for code in codes):
+        codes, number = [child.poll() for child in children], signals.received
+        if children and all(code == 0 for code in codes):
             return
-        stopped = 128 + signals.received if signals.received else None
-        if stopped and all(code in (0, stopped) for code in codes):
-            raise Interrupted(f"stopped; the state is saved in {job.output / 'checkpoints'}: the same command goes on from there", stopped)
-        if any(code not in (None, 0, stopped) for code in codes):
+        if signals.hurried and None not in codes:
+            raise Interrupted(f"ended at once; {_how_to_go_on(job)}", 128 + number)
+        # A rank that the signal met before it could handle it dies of it: there was nothing to save yet.
+        asked = (0, 128 + number, -number) if number else (0,)
+        if number and all(code in asked for code in codes):
+            raise Interrupted(f"stopped; {_how_to_go_on(job)}", 128 + number)
+        if any(code not in (None, *asked) for code in codes) and not signals.hurried:
             _let_them_speak(children)
             raise _explain([child.poll() for child in children], logs, job)
         time.sleep(POLL)
@@ -125,11 +132,17 @@ def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
     if mistakes:
         return _AlreadyWorded(mistakes[0]["reason"])
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and rank not in notes]
+    waited = any(word in note["reason"] for note in notes.values() for word in TIMED_OUT)
+    silent = [rank for rank, code in enumerate(codes) if code is None]
     first = [n for n in notes.values() if not any(word in n["reason"] for word in LOST_PEER)] or list(notes.values())
     if killed:
         rank, number = killed[0], -(codes[killed[0]] or 0)
         step, doing = read_status(logs / f"rank-{rank}.status")
         reason = f"it was killed by {signal.Signals(number).name}{_guess(number)}"
+    elif silent and waited:
+        rank = silent[0]
+        step, doing = read_status(logs / f"rank-{rank}.status")
+        reason = f"the others waited {job.run.timeout:g} s for it in vain (timeout); raise timeout if it was only slow"
     elif first:
         note = min(first, key=lambda n: n["time"])
         rank, step, doing, reason = note["rank"], note["step"], note["doing"], note["reason"]
@@ -146,7 +159,7 @@ def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
 
 def _guess(number: int) -> str:
     return {
-        signal.SIGKILL: " (often the kernel, out of memory: see `dmesg`, lower train.micro_batch_size or use recompute: full)",
+        signal.SIGKILL: " (often for lack of memory: see `dmesg`, lower train.micro_batch_size or use recompute: full)",
         signal.SIGILL: " (an instruction this CPU does not have: see `shardwise doctor`, or use precision: fp32)",
         signal.SIGSEGV: " (a crash in native code)",
     }.get(signal.Signals(number), "")
@@ -156,7 +169,9 @@ def _how_to_go_on(job: Job) -> str:
     from shardwise.checkpoint.store import list_checkpoints
 
     found = list_checkpoints(job.output / "checkpoints")
-    return f"the same command goes on from {found[-1].name}" if found else "no checkpoint was written yet: the same command starts afresh"
+    if not found:
+        return "no checkpoint was written yet: the same command starts afresh"
+    return f"the same command goes on from {found[-1].name}"
 
 
 class _AlreadyWorded(UserError):

@@ -10,15 +10,12 @@ from shardwise.config.schema import Train
 def learning_rate(train: Train, step: int, total: int) -> float:
     """The rate for step 0 … total-1: linear warm-up, then the schedule down to `final_learning_rate` of the peak."""
     peak, floor = train.learning_rate, train.final_learning_rate
-    warmup = min(train.warmup.steps(total), total)
+    warmup: int = min(train.warmup.steps(total), total)
     if step < warmup:
         return peak * (step + 1) / warmup
     if train.schedule == "constant":
         return peak
-    if train.schedule == "wsd":
-        decay = max(1, min(train.decay.steps(total), total - warmup))
-        done = (step - (total - decay) + 1) / decay
-        return peak if done <= 0 else peak * (1 - (1 - floor) * done)
-    done = (step - warmup) / max(1, total - warmup)
-    shape = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    start = max(warmup, total - train.decay.steps(total)) if train.schedule == "wsd" else warmup
+    done = max(0, step - start) / max(1, total - start)
+    shape = (1 + math.cos(math.pi * done)) / 2 if train.schedule == "cosine" else 1 - done
     return peak * (floor + (1 - floor) * shape)

@@ -52,12 +52,20 @@ def print_plan(job: Job, console: Console | None = None) -> None:
                           + (f"; {len(job.data.eval):,} held out" if job.data.eval else ""))  # fmt: skip
     for bill in job.data.bills:
         if bill.dropped or bill.truncated:
-            table.add_row("", f"[yellow]{bill.path}: {bill.dropped} rows dropped, {bill.truncated} truncated (over_length)[/yellow]")
-    table.add_row("steps", f"{run.train.steps} × {run.train.batch_size} sequences of up to {run.data.sequence_length} tokens"
-                           + (" (packed)" if run.data.packing else ""))  # fmt: skip
+            table.add_row(
+                "",
+                f"[yellow]{bill.path}: {bill.dropped} rows dropped, {bill.truncated} truncated (over_length)[/yellow]",
+            )
+    packed = " (packed)" if run.data.packing else ""
+    sequences = f"{run.train.batch_size} sequences of up to {run.data.sequence_length} tokens{packed}"
+    table.add_row("steps", f"{run.train.steps} × {sequences}")
     table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
     groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
-    table.add_row("ranks", f"{ranks} on {run.device} ({run.backend}), {run.precision}, ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero]}{groups}")
+    table.add_row(
+        "ranks",
+        f"{ranks} on {run.device} ({run.backend}), {run.precision}, "
+        f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero]}{groups}",
+    )
     table.add_row("per rank", ", ".join(f"{name} {human(size)}" for name, size in held.items()) + ", and activations")
     table.add_row("rate", f"{run.train.learning_rate:g} {run.train.schedule}, AdamW, clip {run.train.clip}")
     table.add_row("output", str(job.output))
@@ -68,7 +76,11 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     """The curve and where things lie."""
     console = console or Console()
     ascii_only = not (console.encoding or "").lower().startswith("utf")
-    console.print(terminal_curve(series_from(result.metrics), width=min(72, console.width - 4), ascii_only=ascii_only), highlight=False, markup=False)
+    console.print(
+        terminal_curve(series_from(result.metrics), width=min(72, console.width - 4), ascii_only=ascii_only),
+        highlight=False,
+        markup=False,
+    )
     loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
     held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
     console.print(f"done: {result.step} steps, {loss}{held}")

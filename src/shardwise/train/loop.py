@@ -38,15 +38,18 @@ class Outcome:
 
 def fit(parts: Parts) -> Outcome:
     """Trains from the parts' position to the last step, saving and evaluating on the way."""
-    job, run, world, position = parts.job, parts.job.run, parts.world, parts.position
+    run, world, position = parts.job.run, parts.world, parts.position
     total = run.train.steps
     assert total is not None
     save_every, eval_every = run.checkpoint.every, run.train.eval_every
-    saved_at = position.step if position.step else None
     stop, loss, eval_loss = 0, None, None
     report = Report(parts, total)
-    control = Control(world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None)
+    control = Control(
+        world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None
+    )
     with control, report:
+        if position.step >= total and not step_folder(parts.store.root, position.step).is_dir():
+            save(parts)  # it was finished in another output folder
         while position.step < total and not stop:
             step = position.step
             control.begin()
@@ -67,34 +70,37 @@ def fit(parts: Parts) -> Outcome:
             parts.optimizer.zero_grad()
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
-            position.tokens, position.supervised = position.tokens + batch.tokens, position.supervised + batch.supervised
+            position.tokens += batch.tokens
+            position.supervised += batch.supervised
             parts.meter.add(step, rate, summed, norm, batch)
 
             stop, save_due, eval_due = control.end()
             last = position.step == total
-            if position.step % run.log.every == 0 or last or stop:
+            evaluating = parts.eval_loader is not None and not stop and (last or eval_due or _due(eval_every, step + 1))
+            saving = last or stop or save_due or _due(save_every, step + 1)
+            # Read before anything is saved: the checkpoint of a run that has come to nothing would be of no use.
+            if evaluating or saving or position.step % run.log.every == 0:
                 records = parts.meter.flush()
                 report.trained(records)
-                check_finite(records)
+                check_finite(records, steps_skipped=parts.scaler.is_enabled())
                 loss = records[-1]["loss"]
-            if parts.eval_loader and not stop and (last or eval_due or _due(eval_every, position.step)):
+            if evaluating:
                 parts.status.set("evaluating")
                 eval_loss = evaluate(parts)
                 report.evaluated(position.step, eval_loss)
                 if position.best_loss is None or eval_loss < position.best_loss:
                     position.best_loss, position.best_step = eval_loss, position.step
-                    save_due = True
-            if last or stop or save_due or _due(save_every, position.step):
+                    saving = True
+            if saving:
                 parts.status.set("saving")
                 save(parts)
-                saved_at = position.step
-    parts.status.set("finishing the last checkpoint")
-    parts.store.wait()
-    outcome = Outcome(position.step, loss, eval_loss, stop)
-    if not stop and world.is_main:
-        parts.status.set("exporting")
-        finish(parts, outcome, step_folder(parts.store.root, saved_at or total))
-    dist.barrier(group=world.checkpoint)
+        parts.status.set("finishing the last checkpoint")
+        parts.store.wait()
+        outcome = Outcome(position.step, loss, eval_loss, stop)
+        if not stop and world.is_main:
+            parts.status.set("exporting")
+            finish(parts, outcome, step_folder(parts.store.root, position.step))
+        dist.barrier(group=world.checkpoint)
     return outcome
 
 
@@ -158,10 +164,14 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     """On the main rank: the Hugging Face folder, the curve and a summary beside them."""
     job = parts.job
     target = job.output / "model"
-    export_checkpoint(checkpoint, target, job.run.export.dtype, job.run.export.shard_size, overwrite=True, verified=True)
+    export_checkpoint(
+        checkpoint, target, job.run.export.dtype, job.run.export.shard_size, overwrite=True, verified=True
+    )
     records = read_metrics(job.output / "metrics.jsonl")
     write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
-    summary = {"step": outcome.step, "loss": outcome.loss, "eval_loss": outcome.eval_loss, "model": str(target)}
+    # From the records, not the outcome: a run that was finished before has no losses of its own.
+    losses = {record["kind"]: record["loss"] for record in records}
+    summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
     summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
     (job.output / "result.json").write_text(json.dumps(summary, indent=1))
 
@@ -208,6 +218,7 @@ class Report:
     def evaluated(self, step: int, loss: float) -> None:
         """A new evaluation."""
         if self._active:
-            record = {"kind": "eval", "step": step, "loss": loss, "perplexity": math.exp(min(loss, 50)), "time": time.time()}
+            perplexity = math.exp(min(loss, 50))
+            record = {"kind": "eval", "step": step, "loss": loss, "perplexity": perplexity, "time": time.time()}
             self._file.append(record)
             self._progress.evaluated(record)

@@ -5,6 +5,7 @@ Reading a number from the device waits for it; so the step only appends tensors,
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,15 @@ class _Pending:
 class Meter:
     """Per-step loss, norm and speed, reduced over ranks at report time."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, total: int, seconds: float, flops_per_token: float, peak: float | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        total: int,
+        seconds: float,
+        flops_per_token: float,
+        peak: float | None,
+    ) -> None:
         self._group, self._device, self._total = group, device, total
         self._pending: list[_Pending] = []
         self._started, self._before = time.monotonic(), seconds
@@ -90,12 +99,19 @@ def memory_now(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def check_finite(records: list[dict[str, Any]]) -> None:
-    """A loss that is not a number never comes back: stop, and say so, rather than train on it."""
+def check_finite(records: list[dict[str, Any]], steps_skipped: bool = False) -> None:
+    """A loss or gradient that is not a number ruins the weights for good: stop, and say so, rather than train on it.
+
+    Where fp16's loss scaling skips the steps whose gradient overflowed, only the loss counts.
+    """
     for record in records:
-        if not torch.isfinite(torch.tensor(record["loss"])):
-            raise RunFailed(
-                f"the loss became {record['loss']} at step {record['step']} (gradient norm {record['grad_norm']:.3g})\n"
-                "  → lower train.learning_rate, raise train.warmup, or use precision: bf16 or fp32; "
-                "the checkpoints before this step are whole"
-            )
+        loss, norm = record["loss"], record["grad_norm"]
+        if math.isfinite(loss) and (math.isfinite(norm) or steps_skipped):
+            continue
+        what = f"gradient norm became {norm}" if math.isfinite(loss) else f"loss became {loss}"
+        other = f"loss {loss:.4g}" if math.isfinite(loss) else f"gradient norm {norm:.3g}"
+        raise RunFailed(
+            f"the {what} at step {record['step']} ({other})\n"
+            "  → lower train.learning_rate, raise train.warmup, or use precision: bf16 or fp32; "
+            "the checkpoints before this step are whole"
+        )

@@ -25,8 +25,9 @@ def check_model(sharded: ShardedModel, vocabulary: int, packing: bool, label: st
         base = _logits(sharded.model, ids, positions, device)
         last = _logits(sharded.model, _changed(ids, -1, vocabulary), positions, device)
         if _moved(base[:, :-1], last[:, :-1]):
-            raise UserError("model", label, "its predictions depend on later tokens, so it is not a causal language model",
-                            "use a decoder model (for BERT-like configs: is_decoder: true)")  # fmt: skip
+            problem = "its predictions depend on later tokens, so it is not a causal language model"
+            remedy = "use a decoder model (for BERT-like configs: is_decoder: true)"
+            raise UserError("model", label, problem, remedy)
         if packing:
             first = _logits(sharded.model, _changed(ids, 3, vocabulary), positions, device)
             if _moved(base[:, LENGTH:], first[:, LENGTH:]):

@@ -1,4 +1,4 @@
-"""From a job to the parts of the loop, in one visible order: build → recompute → shard → fill → check → optimizer → resume."""
+"""From job to the loop's parts, in one visible order: build → recompute → shard → fill → check → optimizer → resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._composable import checkpoint as recompute
+from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint
 from shardwise.data.loader import Loader
@@ -81,16 +81,24 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
         position = restore(folder, sharded, optimizer, job.data.fingerprint, world.control, world.checkpoint)
         if position.scaler:
             scaler.load_state_dict(position.scaler)
-        say(f"going on from {folder} (step {position.step})")
+        steps = run.train.steps or 0
+        if position.step < steps:
+            say(f"going on from {folder} (step {position.step})")
+        else:
+            say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
+    meter = _meter(job, world, model, position)
     return Parts(
-        job, world, sharded, CausalObjective(model), optimizer, scaler, job.loader(), job.eval_loader(), store, position,
-        _meter(job, world, model, position), status,
+        job, world, sharded, CausalObjective(model), optimizer, scaler, job.loader(), job.eval_loader(), store,
+        position, meter, status,
     )  # fmt: skip
 
 
 def _meter(job: Job, world: World, model: Any, position: Position) -> Meter:
     config = model.config.get_text_config()
-    tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tied = (
+        model.get_output_embeddings() is not None
+        and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
     lookup = 0 if tied else model.get_input_embeddings().weight.numel()
     work = flops_per_token(
         job.parameters, lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length

@@ -47,7 +47,7 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates the optimizer's states, so that a checkpoint can be read into them: one step with rate and gradients 0."""
+    """Allocates the optimizer's states, for a checkpoint to be read into them: one step with rate and gradients 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -67,8 +67,9 @@ def restore(
     values = read_trainer(folder)
     saved = values.pop("data_fingerprint")
     if saved != fingerprint:
-        raise UserError("resume", str(folder), "was saved while training on other data (or other data settings), so its place in them means nothing",
-                        "bring the data back, choose another output folder, or start afresh with resume=never")  # fmt: skip
+        problem = "was saved while training on other data (or data settings), so its place in them means nothing"
+        remedy = "bring the data back, choose another output folder, or start afresh with resume=never"
+        raise UserError("resume", str(folder), problem, remedy)
     prime_optimizer(optimizer)
     load_tensors(folder, tensors_of(sharded, optimizer), group)
     return Position(**values)

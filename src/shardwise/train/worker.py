@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import RunFailed, UserError
@@ -45,12 +47,15 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     return outcome
 
 
-def main(job_file: Path) -> NoReturn:
+def main(job_file: Path, parent: int) -> NoReturn:
     """The process of one rank; exits 0 when done, 130/143 when stopped, else leaves a note and exits 1 or 2."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)  # until the loop takes over there is nothing to save
+    _die_with_parent(parent)
+    faulthandler.enable()  # a crash in native code leaves its stack in the log
     from shardwise.train.job import read_job
     from shardwise.train.status import Status
 
-    _die_with_parent()
     rank, logs = int(os.environ["RANK"]), logs_of(job_file.parent)
     status = Status(logs / f"rank-{rank}.status")
     code = 0
@@ -74,15 +79,23 @@ def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, o
     text = str(error).strip()
     reason = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
     kind = "user" if isinstance(error, UserError) else "run" if known else "bug"
-    return {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": reason, "time": time.time()}
+    rank = getattr(error, "rank", rank)  # all ranks know of a failed save, but one is to blame
+    note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": reason}
+    return note | {"time": time.time()}
 
 
-def _die_with_parent() -> None:
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(128 + number)
+
+
+def _die_with_parent(parent: int) -> None:
     """Asks the kernel (Linux) to end this rank if the supervisor is killed, so that none is left behind."""
     set_parent_death_signal = 1
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before we could ask
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
