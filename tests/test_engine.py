@@ -19,7 +19,9 @@ def test_own_loop(kind: str, zero: int, tmp_path: Path) -> None:
     if kind == "function" and zero not in (1, 3):
         pytest.skip("one function run per kind of sharding is enough")
     config = {"parallel": {"zero": zero}, "accumulate": 2, "clip": 0.5}
-    one = run_ranks(scenarios.own_loop, 1, config | {"parallel": {"zero": 2}}, str(tmp_path / "one"), kind, 12, False)[0]
+    one = run_ranks(scenarios.own_loop, 1, config | {"parallel": {"zero": 2}}, str(tmp_path / "one"), kind, 12, False)[
+        0
+    ]
     two = run_ranks(scenarios.own_loop, 2, config, str(tmp_path / "two"), kind, 8, False)[0]
     rest = run_ranks(scenarios.own_loop, 1, config | {"parallel": {"zero": 1}}, str(tmp_path / "two"), kind, 4, True)[0]
     assert max(abs(a - b) for a, b in zip(one, two + rest, strict=True)) <= 1e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Trainer", "initialize", "load_run", "__version__"]
+__all__ = ["Trainer", "__version__", "initialize", "load_run"]
 
 _HOMES = {"Trainer": "shardwise.trainer", "initialize": "shardwise.engine", "load_run": "shardwise.config"}
 

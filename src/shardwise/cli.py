@@ -206,8 +206,8 @@ def _root(
 def _has_the_word(error: Exception) -> bool:
     """Whether this process is the one to print a failure: under torchrun all ranks of a host mostly meet the same one.
 
-    The first rank speaks. torchrun ends the others as soon as one has left, so they wait: for the first to speak, and to
-    be ended. A rank that is still there then met a failure of its own.
+    The first rank speaks. torchrun ends all as soon as one has left, so the others wait for the first to speak and for
+    their own end. A rank that is still there after that met a failure of its own.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         return True

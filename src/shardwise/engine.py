@@ -6,8 +6,8 @@
         engine.backward(loss)
         engine.step()
 
-Every call of `backward` is one micro-batch; every `accumulate`-th call of `step` updates the parameters. The engine uses
-the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
+Every call of `backward` is one micro-batch; every `accumulate`-th call of `step` updates the parameters. The engine
+uses the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class EngineConfig(Section):
     precision: Literal["bf16", "fp16", "fp32"] = "fp32"
     accumulate: Whole = Field(1, ge=1, description="micro-batches per update")
     clip: Annotated[Number, Field(gt=0)] | None = 1.0
-    learning_rate: Number = Field(2e-5, gt=0, description="for the default AdamW; ignored with an optimizer of your own")
+    learning_rate: Number = Field(
+        2e-5, gt=0, description="for the default AdamW; ignored with an optimizer of your own"
+    )
     weight_decay: Number = Field(0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own")
-    timeout: Duration = Field("10min", gt=0)
+    timeout: Duration = Field(600.0, gt=0, description="longest wait for another rank")
 
 
 class Engine:
@@ -111,7 +113,14 @@ class Engine:
         """Saves model, optimizer and whatever JSON you add, atomically, under the number of updates."""
         store = CheckpointStore(Path(folder), keep=1 << 30, background=False, group=self.world.checkpoint)
         trainer = {"updates": self.updates, "scaler": self.scaler.state_dict(), "extra": extra or {}}
-        store.save(self.updates, tensors_of(self.sharded, self.optimizer), trainer, self.config.model_dump_json(), lambda _: None, None)
+        store.save(
+            self.updates,
+            tensors_of(self.sharded, self.optimizer),
+            trainer,
+            self.config.model_dump_json(),
+            lambda _: None,
+            None,
+        )
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Loads the newest (or the given) checkpoint, on any number of ranks and any stage; returns your `extra`."""
@@ -158,21 +167,26 @@ def _check(values: dict[str, Any]) -> EngineConfig:
         raise UserError(f"config.{field}", first["input"], "is not accepted", remedy) from None
 
 
-def _rebuilt(given: Any, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter], config: EngineConfig) -> torch.optim.Optimizer:
+def _rebuilt(
+    given: Any, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter], config: EngineConfig
+) -> torch.optim.Optimizer:
     if given is None:
-        return torch.optim.AdamW(decay_groups(after, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+        return torch.optim.AdamW(
+            decay_groups(after, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95), fused=True
+        )
     if not isinstance(given, torch.optim.Optimizer):
         built = given(decay_groups(after, config.weight_decay))
         assert isinstance(built, torch.optim.Optimizer), "the optimizer function must return a torch optimizer"
         return built
     if given.state:
-        raise UserError("optimizer", type(given).__name__, "has stepped already, and its state belongs to the unsharded parameters",
-                        "pass a fresh optimizer, and load its state with engine.load")  # fmt: skip
+        problem = "has stepped already, and its state belongs to the unsharded parameters"
+        remedy = "pass a fresh optimizer, and load its state with engine.load"
+        raise UserError("optimizer", type(given).__name__, problem, remedy)
     names = {id(p): n for n, p in before.items()}
     for group in given.param_groups:
         missing = [p for p in group["params"] if id(p) not in names]
         if missing:
-            raise UserError("optimizer", type(given).__name__, f"holds {len(missing)} tensors that are no parameters of the model",
-                            "build it over model.parameters()")  # fmt: skip
+            problem = f"holds {len(missing)} tensors that are no parameters of the model"
+            raise UserError("optimizer", type(given).__name__, problem, "build it over model.parameters()")
         group["params"] = [after[names[id(p)]] for p in group["params"] if names[id(p)] in after]
     return given

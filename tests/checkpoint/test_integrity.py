@@ -42,8 +42,16 @@ def test_whole_checkpoints_pass(checkpoints: Path) -> None:
     for folder in list_checkpoints(checkpoints):
         check_whole(folder)
         names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-        assert {"manifest.json", "trainer.json", "run.json", "state/.metadata", "state/__0_0.distcp", "state/__1_0.distcp",
-                "model/config.json", "model/tokenizer.json"} <= names  # fmt: skip
+        assert {
+            "manifest.json",
+            "trainer.json",
+            "run.json",
+            "state/.metadata",
+            "state/__0_0.distcp",
+            "state/__1_0.distcp",
+            "model/config.json",
+            "model/tokenizer.json",
+        } <= names
 
 
 def test_one_flipped_byte_in_each_file(checkpoints: Path) -> None:
@@ -98,8 +106,10 @@ def test_ranks_share_the_work(checkpoints: Path) -> None:
 
 
 def test_the_command_refuses_and_the_offer_works(run_folder: Path, tmp_path: Path) -> None:
-    """Through the real command, on two ranks: exit code, message, nothing trained; then the offered checkpoint goes on."""
-    run = tiny_run(run_folder, train__steps=6, checkpoint__every=2, parallel__zero=3, ranks=2, output=str(tmp_path / "out"))
+    """Through the real command, on two ranks: exit code, message, nothing trained; the offered one goes on."""
+    run = tiny_run(
+        run_folder, train__steps=6, checkpoint__every=2, parallel__zero=3, ranks=2, output=str(tmp_path / "out")
+    )
     shutil.copytree(run_folder / "out", tmp_path / "out")
     file = cli.write_run(tmp_path, run)
     damaged = tmp_path / "out/checkpoints/step-00000004/state/__1_0.distcp"
@@ -111,6 +121,6 @@ def test_the_command_refuses_and_the_offer_works(run_folder: Path, tmp_path: Pat
     good = tmp_path / "out/checkpoints/step-00000002"
     assert f"resume={good}" in err
     assert cli.steps_done(tmp_path / "out") == 4, "nothing was trained"
-    code, out, err = cli.train(file, f"resume={good}")
+    code, _, err = cli.train(file, f"resume={good}")
     assert code == 0, err
     assert sorted(cli.losses(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]

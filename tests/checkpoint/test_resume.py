@@ -14,12 +14,20 @@ from support.tiny import tiny_run, tokenizer_folder
 
 
 def the_run(tmp: Path, steps: int, name: str, **changes: object) -> dict:
-    return tiny_run(tmp, train__steps=steps, train__micro_batch_size=3, ranks=2, parallel__zero=3, checkpoint__every=2,
-                    output=str(tmp / name), **changes)  # fmt: skip
+    return tiny_run(
+        tmp,
+        train__steps=steps,
+        train__micro_batch_size=3,
+        ranks=2,
+        parallel__zero=3,
+        checkpoint__every=2,
+        output=str(tmp / name),
+        **changes,
+    )
 
 
 def killed_again_and_again(tmp: Path, steps: int, kills: int, seed: int) -> None:
-    """kill -9 of a random rank at a random step, `kills` times in one run; losses bit-identical to an uninterrupted run."""
+    """kill -9 of a random rank at a random step, `kills` times; losses bit-identical to an uninterrupted run."""
     draw = random.Random(seed)
     whole = cli.write_run(tmp / "whole", the_run(tmp, steps, "whole"))
     code, _, err = cli.train(whole)
@@ -77,10 +85,18 @@ def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
 def test_go_on_elsewhere(tmp_path: Path, ranks: int, zero: int, shard: int | None) -> None:
     """Saved by four ranks at stage 3; goes on with other ranks and stages, no conversion, same losses."""
     tokenizer_folder(tmp_path / "tokenizer")
-    whole = tiny_run(tmp_path, train__steps=12, checkpoint__every=6, checkpoint__keep=2, parallel__zero=3, output=str(tmp_path / "a"))
+    whole = tiny_run(
+        tmp_path, train__steps=12, checkpoint__every=6, checkpoint__keep=2, parallel__zero=3, output=str(tmp_path / "a")
+    )
     reference = run_ranks(scenarios.train, 4, whole)[0][0]
-    moved = tiny_run(tmp_path, train__steps=12, parallel__zero=zero, parallel__shard=shard, output=str(tmp_path / "b"),
-                     resume=str(tmp_path / "a/checkpoints/step-00000006"))  # fmt: skip
+    moved = tiny_run(
+        tmp_path,
+        train__steps=12,
+        parallel__zero=zero,
+        parallel__shard=shard,
+        output=str(tmp_path / "b"),
+        resume=str(tmp_path / "a/checkpoints/step-00000006"),
+    )
     losses = run_ranks(scenarios.train, ranks, moved)[0][0]
     assert len(losses) == 6
     assert max(abs(a - b) for a, b in zip(losses, reference[6:], strict=True)) <= 1e-5
@@ -98,8 +114,17 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 def test_best_and_last_are_kept(tmp_path: Path) -> None:
     """A learning rate that ruins the model after a good start: the best checkpoint survives the pruning."""
     tokenizer_folder(tmp_path / "tokenizer")
-    run = tiny_run(tmp_path, train__steps=8, data__eval="10%", train__eval_every=2, checkpoint__every=2, checkpoint__keep=1,
-                   train__warmup=8, train__learning_rate=2.0, train__clip=None)  # fmt: skip
+    run = tiny_run(
+        tmp_path,
+        train__steps=8,
+        data__eval="10%",
+        train__eval_every=2,
+        checkpoint__every=2,
+        checkpoint__keep=1,
+        train__warmup=8,
+        train__learning_rate=2.0,
+        train__clip=None,
+    )
     run_ranks(scenarios.train, 1, run)
     folders = sorted(p.name for p in (tmp_path / "out/checkpoints").iterdir())
     trainer = json.loads((tmp_path / "out/checkpoints/step-00000008/trainer.json").read_text())

@@ -1,4 +1,4 @@
-"""The same promises on a GPU. Several ranks share one card through gloo (NCCL refuses that), so stages can be compared."""
+"""The same promises on a GPU. Several ranks share one card through gloo (NCCL refuses that) to compare stages."""
 
 from __future__ import annotations
 
@@ -26,15 +26,32 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_rank(shared: Path) -> dict[str, Any]:
     return {
-        precision: run_ranks(scenarios.train, 1, tiny_run(shared, precision=precision, device="cuda", backend="gloo", output=str(shared / precision)))[0]
+        precision: run_ranks(
+            scenarios.train,
+            1,
+            tiny_run(shared, precision=precision, device="cuda", backend="gloo", output=str(shared / precision)),
+        )[0]
         for precision in BOUNDS
     }
 
 
-@pytest.mark.parametrize(("zero", "shard", "precision"), [(0, None, "fp32"), (1, None, "bf16"), (2, None, "fp16"), (3, None, "fp32"),
-                                                           (3, None, "bf16"), (3, None, "fp16"), (3, 2, "fp32")])  # fmt: skip
-def test_four_ranks_on_one_card_equal_one(zero: int, shard: int | None, precision: str, one_rank: dict[str, Any], tmp_path: Path, shared: Path) -> None:
-    run = tiny_run(shared, parallel__zero=zero, parallel__shard=shard, precision=precision, device="cuda", backend="gloo", output=str(tmp_path))
+LAYOUTS = [(0, None, "fp32"), (1, None, "bf16"), (2, None, "fp16"), (3, None, "fp32"), (3, None, "bf16")]
+LAYOUTS += [(3, None, "fp16"), (3, 2, "fp32")]
+
+
+@pytest.mark.parametrize(("zero", "shard", "precision"), LAYOUTS)
+def test_four_ranks_on_one_card_equal_one(
+    zero: int, shard: int | None, precision: str, one_rank: dict[str, Any], tmp_path: Path, shared: Path
+) -> None:
+    run = tiny_run(
+        shared,
+        parallel__zero=zero,
+        parallel__shard=shard,
+        precision=precision,
+        device="cuda",
+        backend="gloo",
+        output=str(tmp_path),
+    )
     losses, _, parameters = run_ranks(scenarios.train, 4, run)[0]
     reference = one_rank[precision]
     loss = max(abs(a - b) for a, b in zip(losses, reference[0], strict=True))
@@ -46,7 +63,9 @@ def test_four_ranks_on_one_card_equal_one(zero: int, shard: int | None, precisio
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_the_command_with_nccl(precision: str, shared: Path, tmp_path: Path) -> None:
     """One rank, the real command: trains, evaluates, saves in the background, and goes on bit-identically."""
-    run = tiny_run(shared, precision=precision, device="auto", data__eval="5%", checkpoint__every=5, output=str(tmp_path / "a"))
+    run = tiny_run(
+        shared, precision=precision, device="auto", data__eval="5%", checkpoint__every=5, output=str(tmp_path / "a")
+    )
     code, out, err = cli.train(cli.write_run(tmp_path, run))
     assert code == 0, err
     assert "on cuda (nccl)" in out
@@ -60,9 +79,23 @@ def test_the_command_with_nccl(precision: str, shared: Path, tmp_path: Path) -> 
 
 def test_resume_across_devices(shared: Path, tmp_path: Path) -> None:
     """Saved by two ranks on the card at stage 3, taken up by one on the CPU."""
-    run = tiny_run(shared, train__steps=6, checkpoint__every=3, parallel__zero=3, device="cuda", backend="gloo", output=str(tmp_path / "a"))
+    run = tiny_run(
+        shared,
+        train__steps=6,
+        checkpoint__every=3,
+        parallel__zero=3,
+        device="cuda",
+        backend="gloo",
+        output=str(tmp_path / "a"),
+    )
     reference = run_ranks(scenarios.train, 2, run)[0][0]
-    moved = tiny_run(shared, train__steps=6, device="cpu", output=str(tmp_path / "b"), resume=str(tmp_path / "a/checkpoints/step-00000003"))
+    moved = tiny_run(
+        shared,
+        train__steps=6,
+        device="cpu",
+        output=str(tmp_path / "b"),
+        resume=str(tmp_path / "a/checkpoints/step-00000003"),
+    )
     losses = run_ranks(scenarios.train, 1, moved)[0][0]
     assert max(abs(a - b) for a, b in zip(losses, reference[3:], strict=True)) <= 1e-4
 

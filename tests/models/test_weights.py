@@ -12,8 +12,18 @@ from support import scenarios
 from support.ranks import run_ranks
 from support.tiny import GPT2, LLAMA, TIED, saved_model, tiny_run, tokenizer_folder
 
-MIXTRAL = dict(model_type="mixtral", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-               num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=515, max_position_embeddings=512)  # fmt: skip
+MIXTRAL = dict(
+    model_type="mixtral",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    vocab_size=515,
+    max_position_embeddings=512,
+)
 
 
 def reference(folder: str) -> dict[str, torch.Tensor]:
@@ -64,15 +74,25 @@ def test_from_scratch_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None
 @pytest.mark.parametrize("origin", ["files", "scratch"])
 def test_no_rank_holds_the_whole_model(origin: str, tmp_path: Path) -> None:
     """More than 1 GB at stage 3 on four ranks: peak private memory against a quarter plus the largest tensor."""
-    config = LLAMA | dict(hidden_size=2048, intermediate_size=5504, num_hidden_layers=5, num_attention_heads=16,
-                          num_key_value_heads=16, vocab_size=32000)  # fmt: skip
-    model = saved_model(tmp_path / "model", config) if origin == "files" else {
-        "config": config, "tokenizer": tokenizer_folder(tmp_path / "tokenizer")}  # fmt: skip
+    config = LLAMA | dict(
+        hidden_size=2048,
+        intermediate_size=5504,
+        num_hidden_layers=5,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=32000,
+    )
+    model = (
+        saved_model(tmp_path / "model", config)
+        if origin == "files"
+        else {"config": config, "tokenizer": tokenizer_folder(tmp_path / "tokenizer")}
+    )
     results = run_ranks(scenarios.load_and_watch, 4, tiny_run(tmp_path, model, parallel__zero=3), timeout=280)
     largest = 32000 * 2048 * 4
     whole = sum(r["held"] for r in results)
     assert whole > 1e9
     for rank, result in enumerate(results):
         grown = result["peak"] - result["before"]
-        print(f"\nrank {rank}: model {whole / 1e9:.2f} GB, peak +{grown / 1e9:.3f} GB, bound {(whole / 4 + largest) / 1e9:.3f} GB")
+        bound = (whole / 4 + largest) / 1e9
+        print(f"\nrank {rank}: model {whole / 1e9:.2f} GB, peak +{grown / 1e9:.3f} GB, bound {bound:.3f} GB")
         assert grown <= 1.05 * (whole / 4 + largest)

@@ -29,6 +29,13 @@ def start(file: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
 
 
+def command(*words: str | Path, stdin: str = "") -> tuple[int, str, str]:
+    """Any `shardwise` command to its end: exit code, standard output, standard error."""
+    line = [sys.executable, "-m", "shardwise", *map(str, words)]
+    done = subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
 def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
     out, err = process.communicate(timeout=timeout)
@@ -64,6 +71,30 @@ def rank_process(process: subprocess.Popen[str], rank: int) -> psutil.Process:
         if child.environ().get("RANK") == str(rank):
             return child
     raise AssertionError(f"rank {rank} is not running")
+
+
+def rank_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes below the command."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process], within: float = 5.0) -> bool:
+    """Whether none of these processes runs any more; one that nobody has waited for yet has ended too."""
+    deadline = time.monotonic() + within
+    while left := [p for p in processes if _runs(p)]:
+        if time.monotonic() > deadline:
+            for one in left:
+                one.kill()
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_rank(process: subprocess.Popen[str], rank: int) -> None:

@@ -22,7 +22,9 @@ def _context() -> Any:
     return context
 
 
-def _rank(function: Callable[..., Any], rank: int, ranks: int, folder: str, env: dict[str, str], args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, ranks: int, folder: str, env: dict[str, str], args: tuple[Any, ...]
+) -> None:
     import faulthandler
 
     import torch
@@ -46,13 +48,17 @@ def _rank(function: Callable[..., Any], rank: int, ranks: int, folder: str, env:
     os._exit(0)
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240, env: dict[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240, env: dict[str, str] | None = None
+) -> list[Any]:
     """The function's result on each rank, in order."""
     import torch
 
     context = _context()
     with tempfile.TemporaryDirectory() as folder:
-        children = [context.Process(target=_rank, args=(function, r, ranks, folder, env or {}, args)) for r in range(ranks)]
+        children = [
+            context.Process(target=_rank, args=(function, r, ranks, folder, env or {}, args)) for r in range(ranks)
+        ]
         for child in children:
             child.start()
         outs = [Path(folder) / f"{r}.out" for r in range(ranks)]

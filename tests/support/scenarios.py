@@ -20,6 +20,12 @@ def parts_of(run: dict[str, Any]) -> Any:
     return build_parts(job, init_world(job.run), Status(None))
 
 
+def batch_of(parts: Any, step: int) -> Any:
+    """What this rank computes in a step."""
+    train, world = parts.job.run.train, parts.world
+    return parts.loader.step(step * train.batch_size, train.batch_size, train.micro_batch_size, world.rank, world.size)
+
+
 def full_parameters(parts: Any) -> dict[str, torch.Tensor]:
     """Every parameter whole, on every rank."""
     return {
@@ -55,7 +61,7 @@ def wire_and_memory(run: dict[str, Any], steps: int = 2) -> tuple[int, dict[str,
     held: list[dict[str, int]] = []
     for step in range(steps):
         seed_step(0, step, world.rank)
-        batch = parts.loader.step(step * train.batch_size, train.batch_size, train.micro_batch_size, world.rank, world.size)
+        batch = batch_of(parts, step)
         held, wire = [], WireCount()
         with wire:
             scale = parts.sharded.data_parallel_size / batch.supervised
@@ -178,10 +184,10 @@ def gradients(run: dict[str, Any], micro: int) -> tuple[float, dict[str, torch.T
 def own_loop(config: dict[str, Any], folder: str, kind: str, steps: int, resume: bool) -> list[float]:
     """A user's loop over `shardwise.initialize`; the mean loss of each micro-batch over all ranks."""
     import torch.distributed as dist
-    from support.tiny import LLAMA
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import shardwise
+    from support.tiny import LLAMA
 
     values = dict(LLAMA)
     torch.manual_seed(0)
@@ -212,9 +218,10 @@ def own_loop(config: dict[str, Any], folder: str, kind: str, steps: int, resume:
 def loss_two_ways(run: dict[str, Any]) -> tuple[float, float]:
     """The loss per learned token, and the mean of the sequences' means."""
     parts = parts_of(run)
-    batch = parts.loader.step(0, parts.job.run.train.batch_size, 1, 0, 1)
-    sums = [(float(parts.objective(parts.sharded.model, m).detach()), int((m.labels != -100).sum())) for m in batch.micro_batches]
-    return sum(s for s, _ in sums) / sum(n for _, n in sums), sum(s / n for s, n in sums) / len(sums)
+    micro_batches = parts.loader.step(0, parts.job.run.train.batch_size, 1, 0, 1).micro_batches
+    losses = [parts.objective(parts.sharded.model, m).item() for m in micro_batches]
+    counts = [int((m.labels != -100).sum()) for m in micro_batches]
+    return sum(losses) / sum(counts), sum(a / b for a, b in zip(losses, counts, strict=True)) / len(losses)
 
 
 def step_without_sync(run: dict[str, Any]) -> bool:
@@ -225,7 +232,7 @@ def step_without_sync(run: dict[str, Any]) -> bool:
     parts = parts_of(run)
     train, world = parts.job.run.train, parts.world
     for step in range(3):
-        batch = parts.loader.step(step * train.batch_size, train.batch_size, train.micro_batch_size, world.rank, world.size)
+        batch = batch_of(parts, step)
         mode = "error" if step == 2 else "default"
         for index, micro in enumerate(batch.micro_batches):
             parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)

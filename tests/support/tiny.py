@@ -12,11 +12,29 @@ CHATML = (
 )
 PAIRS = Path(__file__).parents[2] / "src/shardwise/demo/pairs.jsonl"
 
-LLAMA = dict(model_type="llama", hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, vocab_size=515, max_position_embeddings=512, tie_word_embeddings=False)  # fmt: skip
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=515,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
 TIED = LLAMA | {"tie_word_embeddings": True}
-GPT2 = dict(model_type="gpt2", n_embd=48, n_layer=3, n_head=4, vocab_size=515, n_positions=512, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+GPT2 = dict(
+    model_type="gpt2",
+    n_embd=48,
+    n_layer=3,
+    n_head=4,
+    vocab_size=515,
+    n_positions=512,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
 
 
 def tokenizer_folder(folder: Path, template: str | None = CHATML) -> str:
@@ -31,8 +49,15 @@ def tokenizer_folder(folder: Path, template: str | None = CHATML) -> str:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    raw.train_from_iterator(text, trainers.BpeTrainer(vocab_size=515, special_tokens=special, show_progress=False,
-                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))  # fmt: skip
+    raw.train_from_iterator(
+        text,
+        trainers.BpeTrainer(
+            vocab_size=515,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     if template:
         fast.chat_template = template
@@ -58,7 +83,14 @@ def tiny_run(tmp: Path, model: Any = None, **changes: Any) -> dict[str, Any]:
     run: dict[str, Any] = {
         "model": model or {"config": LLAMA, "tokenizer": tokenizer_folder(tmp / "tokenizer")},
         "data": {"train": str(PAIRS), "sequence_length": 192},
-        "train": {"steps": 20, "batch_size": 12, "micro_batch_size": 1, "learning_rate": 3e-3, "warmup": 0, "clip": 0.5},
+        "train": {
+            "steps": 20,
+            "batch_size": 12,
+            "micro_batch_size": 1,
+            "learning_rate": 3e-3,
+            "warmup": 0,
+            "clip": 0.5,
+        },
         "precision": "fp32",
         "device": "cpu",
         "parallel": {},

@@ -51,7 +51,8 @@ def test_held(stage: int, ranks: int, shared: Path, cpu_precision_env: dict[str,
     run = tiny_run(shared, parallel__zero=stage, train__micro_batch_size=12 // (3 * ranks), precision="bf16")
     for parameters, _, held in run_ranks(scenarios.wire_and_memory, ranks, run, env=cpu_precision_env):
         expected = predicted_bytes(parameters, stage, 1 if stage == 0 else ranks, "bf16")
-        print(f"\nstage {stage}, {ranks} ranks: {({k: round(v / parameters, 3) for k, v in held[0].items()})} B/parameter")
+        per = {k: round(v / parameters, 3) for k, v in held[0].items()}
+        print(f"\nstage {stage}, {ranks} ranks: {per} B/parameter")
         assert held[0] == {name: pytest.approx(size, rel=TOLERANCE) for name, size in expected.items()}
         after = held[-1]  # gathered parameters are gone, gradients are reduced
         assert after["parameters"] == 0

@@ -34,14 +34,18 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, cpu_precision_env: dict[s
     tmp = tmp_path_factory.mktemp("one")
     tokenizer_folder(tmp / "tokenizer")
     return {
-        precision: run_ranks(scenarios.train, 1, tiny_run(tmp, precision=precision, output=str(tmp / precision)), env=cpu_precision_env)[0]
+        precision: run_ranks(
+            scenarios.train, 1, tiny_run(tmp, precision=precision, output=str(tmp / precision)), env=cpu_precision_env
+        )[0]
         for precision in BOUNDS
     }
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_four_ranks_equal_one(layout: str, precision: str, one_rank: dict[str, Any], tmp_path: Path, cpu_precision_env: dict[str, str]) -> None:
+def test_four_ranks_equal_one(
+    layout: str, precision: str, one_rank: dict[str, Any], tmp_path: Path, cpu_precision_env: dict[str, str]
+) -> None:
     if precision != "fp32" and layout in ("hybrid-1", "hybrid-2"):
         pytest.skip("hybrid in half precision is covered by hybrid-3")
     zero, shard = LAYOUTS[layout]
@@ -64,7 +68,10 @@ def test_one_rank_equals_a_plain_loop(one_rank: dict[str, Any], tmp_path: Path) 
 def test_other_families_from_files(config: dict[str, Any], tmp_path: Path) -> None:
     """Weights streamed from safetensors, tied embeddings and Conv1D: two ranks at stage 3 equal one; ties stay tied."""
     model = saved_model(tmp_path / "model", config)
-    runs = [tiny_run(tmp_path, model, train__steps=5, parallel__zero=zero, output=str(tmp_path / str(zero))) for zero in (3, 2)]
+    runs = [
+        tiny_run(tmp_path, model, train__steps=5, parallel__zero=zero, output=str(tmp_path / str(zero)))
+        for zero in (3, 2)
+    ]
     two, one = run_ranks(scenarios.train, 2, runs[0])[0], run_ranks(scenarios.train, 1, runs[1])[0]
     loss, _, parameter = differences(two, one)
     assert loss <= 1e-5 and parameter <= 1e-4
@@ -72,7 +79,10 @@ def test_other_families_from_files(config: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_recomputation_changes_nothing(tmp_path: Path) -> None:
-    runs = [tiny_run(tmp_path, train__steps=4, parallel__zero=3, recompute=kind, output=str(tmp_path / kind)) for kind in ("none", "full")]
+    runs = [
+        tiny_run(tmp_path, train__steps=4, parallel__zero=3, recompute=kind, output=str(tmp_path / kind))
+        for kind in ("none", "full")
+    ]
     none, full = (run_ranks(scenarios.train, 2, run)[0] for run in runs)
     assert none[0] == full[0]
     assert all(torch.equal(none[2][k], full[2][k]) for k in none[2])
@@ -87,5 +97,3 @@ def test_dropout_differs_between_ranks_and_repeats(tmp_path: Path) -> None:
     assert first[0] == second[0]
     draws = run_ranks(scenarios.draw, 2)
     assert not torch.equal(draws[0], draws[1])
-
-

@@ -55,7 +55,8 @@ def play(output: Path, seconds: int, ranks: int) -> None:
     console.print("loading SmolLM2-135M-Instruct (the first time it is converted: half a minute)")
     before, speed = _ask_and_time("smollm2-135m-instruct", held_out)
     facts = _facts_for(seconds, speed * (0.7 if ranks > 1 else 0.9))
-    console.print(f"this machine trains about {speed:.0f} tokens/s: {facts * PHRASINGS} of {len(_lines('pairs.jsonl'))} pairs fit the time")
+    share = f"{facts * PHRASINGS} of {len(_lines('pairs.jsonl'))} pairs fit the time"
+    console.print(f"this machine trains about {speed:.0f} tokens/s: {share}")
 
     output.mkdir(parents=True, exist_ok=True)
     pairs = output / "pairs.jsonl"

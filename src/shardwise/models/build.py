@@ -29,7 +29,9 @@ def build_on_meta(source: ModelSource) -> Any:
                 source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
             )
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-        raise UserError("model", source.label, f"transformers could not build it ({error})", "check model.config") from None
+        raise UserError(
+            "model", source.label, f"transformers could not build it ({error})", "check model.config"
+        ) from None
     # Each registration under init_empty_weights makes a new meta tensor, which unties shared ones.
     model.tie_weights()
     model.config.use_cache = False
@@ -44,7 +46,7 @@ def class_name(model: nn.Module) -> str:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated layers of a model, in order: by the classes it declares unsplittable, else its largest module list."""
+    """The repeated layers of a model, in order: by the classes it calls unsplittable, else its largest module list."""
     declared = set(getattr(model, "_no_split_modules", None) or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     listed = {id(child) for one in lists for child in one}

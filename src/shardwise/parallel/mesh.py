@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.schema import Run
@@ -56,8 +57,8 @@ def join_world(device_type: str, backend: str, timeout: float, shard: int) -> Wo
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         # One process alone needs no meeting point, hence no port.
-        alone = {"store": dist.HashStore()} if size == 1 else {}
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), **alone)
+        store = HashStore() if size == 1 else None
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), store=store)
     mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
     # Own groups: sharing one with the training collectives crashes asynchronous checkpoints.
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))

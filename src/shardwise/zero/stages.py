@@ -31,7 +31,7 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class ShardedModel:
-    """A model that `shard_model` spread over the mesh and that has its weights; the loop talks to FSDP only through this."""
+    """A model that is spread over the mesh and has its weights; the loop talks to FSDP only through this."""
 
     def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
         self.model, self.stage, self.mesh = model, stage, mesh

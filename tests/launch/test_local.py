@@ -1,0 +1,156 @@
+"""However a run on local ranks ends: one message that says why, the right exit code, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from support import cli
+from support.tiny import tiny_run, tokenizer_folder
+
+from shardwise.launch.local import _explain
+from shardwise.train.status import Status
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of this file share a tokenizer and, in the end, their outputs."""
+    tmp = tmp_path_factory.mktemp("local")
+    tokenizer_folder(tmp / "tokenizer")
+    return tmp
+
+
+def long_run(folder: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+    """RUN.yaml of a run on two ranks that does not end by itself, and its output folder."""
+    run = tiny_run(folder, train__steps=5000, ranks=2, parallel__zero=3, output=str(folder / name), **changes)
+    return cli.write_run(folder / f"{name}-run", run), folder / name
+
+
+def test_a_rank_that_raises_and_the_run_after_it(folder: Path) -> None:
+    """The disk of rank 1 is full, as far as that rank can tell; then, in the same folder, rank 0 crashes."""
+    file, output = long_run(folder, "raises", checkpoint__every=4)
+    process = cli.start(file)
+    cli.wait_for_step(process, output, 1)
+    ranks = cli.rank_processes(process)
+    # 64 KiB are enough for its log and its status, not for its half of a checkpoint. Python turns SIGXFSZ into OSError.
+    cli.rank_process(process, 1).rlimit(psutil.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    code, out, err = cli.finish(process)
+    assert code == 1 and len(ranks) == 2 and cli.all_gone(ranks), err
+    log = output / "logs/rank-1.log"
+    assert "error: rank 1 failed at step 8 while saving: a checkpoint could not be written" in err
+    assert "File too large" in err and f"log: {log}" in err
+    assert "→ no checkpoint was written yet: the same command starts afresh" in err
+    assert err.count("rank ") == 1 and "Traceback" not in out + err, "one message, and the details in the log"
+    assert "Traceback" in log.read_text() and "File too large" in log.read_text()
+
+    process = cli.start(file)
+    cli.wait_for_step(process, output, 5)
+    ranks = cli.rank_processes(process)
+    cli.rank_process(process, 0).send_signal(signal.SIGSEGV)
+    code, out, err = cli.finish(process)
+    assert code == 1 and cli.all_gone(ranks), err
+    assert "error: rank 0 failed at step" in err and "killed by SIGSEGV" in err and "rank-0.log" in err
+    assert "→ the same command goes on from step-00000004" in err
+    assert "File too large" not in err and "rank 1" not in err, "that was the run before"
+    assert "Traceback" not in out + err and "Fatal Python error" not in out + err
+    assert "Fatal Python error: Segmentation fault" in (output / "logs/rank-0.log").read_text(), "where it crashed"
+
+
+def test_killing_the_command_leaves_no_rank_behind(folder: Path) -> None:
+    file, output = long_run(folder, "orphans")
+    process = cli.start(file)
+    cli.wait_for_step(process, output, 1)
+    ranks = cli.rank_processes(process)
+    assert len(ranks) == 2
+    process.kill()
+    assert cli.all_gone(ranks, within=5)
+    process.communicate(timeout=5)  # nobody holds its output open
+
+
+def test_the_second_ctrl_c_ends_at_once(folder: Path) -> None:
+    """Even where the first cannot be obeyed, because a rank does not react."""
+    file, output = long_run(folder, "twice")
+    process = cli.start(file)
+    cli.wait_for_step(process, output, 1)
+    ranks = cli.rank_processes(process)
+    cli.rank_process(process, 1).send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None, "it waits for the step to end"
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, out, err = cli.finish(process)
+    assert time.monotonic() - began < 3
+    assert code == 130 and cli.all_gone(ranks), err
+    assert "Ctrl-C again ends at once" in err and "ended at once" in err and "the same command starts afresh" in err
+    assert "failed" not in err and "SIGKILL" not in err and "Traceback" not in out + err, "it is what the user wanted"
+
+
+def test_ctrl_c_before_training(folder: Path) -> None:
+    file, output = long_run(folder, "early")
+    process = cli.start(file)
+    while not (output / "logs/rank-1.status").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    ranks = cli.rank_processes(process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = cli.finish(process)
+    assert code == 130 and cli.all_gone(ranks), err
+    assert "stopped; no checkpoint was written yet: the same command starts afresh" in err
+    assert "failed" not in err and "Traceback" not in out + err
+
+
+def test_a_rank_that_hangs(folder: Path) -> None:
+    """The other rank gives up after `timeout`; the message names the one that did not answer, not the one that waited."""
+    file, output = long_run(folder, "hangs", timeout="5s")
+    process = cli.start(file)
+    cli.wait_for_step(process, output, 2)
+    ranks = cli.rank_processes(process)
+    cli.rank_process(process, 1).send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    code, out, err = cli.finish(process)
+    assert time.monotonic() - began < 30
+    assert code == 1 and cli.all_gone(ranks), err
+    assert "error: rank 1 failed at step" in err and "waited 5 s for it in vain (timeout)" in err and "rank-1.log" in err
+    assert "Traceback" not in out + err
+
+
+def explanation(tmp: Path, codes: list[int | None], notes: dict[int, tuple[str, str]]) -> Exception:
+    """The supervisor's verdict on exit codes and on notes (kind, reason) that were written in that order."""
+    for rank in range(len(codes)):
+        Status(tmp / f"rank-{rank}.status").set("computing", rank + 10)
+    for at, (rank, (kind, reason)) in enumerate(notes.items()):
+        note = {"rank": rank, "step": rank + 10, "doing": "saving", "kind": kind, "reason": reason, "time": at}
+        (tmp / f"rank-{rank}.error.json").write_text(json.dumps(note))
+    job: Any = SimpleNamespace(output=tmp, run=SimpleNamespace(timeout=600.0))
+    return _explain(codes, tmp, job)
+
+
+LOST = ("bug", "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
+LATE = ("bug", "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
+
+
+@pytest.mark.parametrize(
+    ("codes", "notes", "words"),
+    [
+        ([1, 1, 1], {0: LOST, 1: ("bug", "ValueError: no"), 2: LOST}, "rank 1 failed at step 11 while saving: ValueError"),
+        ([1, 1], {1: ("bug", "KeyError: a"), 0: ("bug", "KeyError: b")}, "rank 1 failed at step 11 while saving: KeyError: a"),
+        ([1, -9, 1], {0: LOST, 2: ("bug", "ValueError: x")}, "rank 1 failed at step 11 while computing: it was killed by SIGKILL"),
+        ([2, 2], {0: LOST, 1: ("user", "data = 7: is no path\n  → give one")}, "data = 7: is no path\n  → give one"),
+        ([1, None, 1], {0: LATE, 2: LOST}, "rank 1 failed at step 11 while computing: the others waited 600 s"),
+        ([1, None], {0: ("bug", "ValueError: x")}, "rank 0 failed at step 10 while saving: ValueError: x"),
+        ([0, 3], {}, "rank 1 failed at step 11 while computing: it ended with exit code 3"),
+        ([1, 1], {0: LOST, 1: LOST}, "rank 0 failed at step 10 while saving: RuntimeError: [pair.cc:534] Connection closed"),
+    ],
+    ids=["not-the-one-that-lost", "the-first", "killed", "mistake", "silent", "not-silent", "no-note", "all-lost"],
+)  # fmt: skip
+def test_which_rank_is_to_blame(
+    tmp_path: Path, codes: list[int | None], notes: dict[int, tuple[str, str]], words: str
+) -> None:
+    assert str(explanation(tmp_path, codes, notes)).startswith(words)
