@@ -116,6 +116,8 @@ def export(
         raise UserError("--dtype", dtype, "is not known", f"use auto, {', '.join(DTYPES)}")
     try:
         size = parse_size(shard_size)
+        if size < 1:
+            raise ValueError("must be above 0")
     except ValueError as error:
         raise UserError("--shard-size", shard_size, str(error), "write e.g. 4GiB") from None
     found = find_checkpoint(checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -424,3 +425,11 @@ def test_every_setting_is_described() -> None:
     for name, section in {"Run": schema, **schema["$defs"]}.items():
         for key, field in section["properties"].items():
             assert field.get("description"), f"{name}.{key} has no description, which is also its remedy"
+
+
+@pytest.mark.parametrize("warmup", [0, 3, "3%", 0.1, "100%", 1.0])
+def test_dumping_warns_of_nothing(warmup: object) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = load_run({"model": "m", "data": {"train": "a.jsonl"}, "train": {"warmup": warmup}}).run
+        assert load_run(run.model_dump()).run == load_run(run.model_dump(mode="json")).run == run

@@ -57,10 +57,9 @@ def wire_and_memory(run: dict[str, Any], steps: int = 2) -> tuple[int, dict[str,
     from shardwise.zero.account import WireCount, held_bytes
 
     parts = parts_of(run)
-    train, world = parts.job.run.train, parts.world
     held: list[dict[str, int]] = []
     for step in range(steps):
-        seed_step(0, step, world.rank)
+        seed_step(0, step, parts.world.rank)
         batch = batch_of(parts, step)
         held, wire = [], WireCount()
         with wire:
@@ -248,3 +247,55 @@ def step_without_sync(run: dict[str, Any]) -> bool:
         parts.meter.add(step, 0.0, loss.detach(), norm, batch)
         torch.cuda.set_sync_debug_mode("default")
     return True
+
+
+def evaluation(run: dict[str, Any]) -> tuple[float, float, int]:
+    """The loop's evaluation loss, the same by a plain model one document at a time, and the number of sequences."""
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.train.loop import evaluate
+
+    parts = parts_of(run)
+    corpus, loader = parts.job.data.eval, parts.eval_loader
+    model = AutoModelForCausalLM.from_config(parts.job.source.config)
+    model.load_state_dict(full_parameters(parts))
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for document in range(len(corpus)):
+            start, stop = int(corpus.starts[document]), int(corpus.starts[document + 1])
+            ids = torch.as_tensor(corpus.tokens[start:stop].astype("int64"))[None]
+            learned = torch.as_tensor(corpus.learned[start:stop].copy())[1:]
+            log_p = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+            total -= float((log_p.gather(1, ids[0, 1:, None])[:, 0] * learned).sum())
+            count += int(learned.sum())
+    return evaluate(parts), total / count, loader.epoch_sequences()
+
+
+def save_plain(root: str, count: int, size: int) -> int:
+    """A checkpoint of `count` tensors of `size` fp32 numbers, by the real store; the bytes of all of them."""
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from shardwise.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(Path(root), keep=1, background=False, group=dist.group.WORLD)
+    tensors = {f"model.layer.{i}": torch.full((size,), float(i)) for i in range(count)}
+    store.save(1, tensors, {}, "{}", lambda folder: (folder / "config.json").write_text("{}"), None)
+    return count * size * 4
+
+
+def export_and_watch(checkpoint: str, target: str, shard_size: int) -> int:
+    """Exports, and returns by how much this process's resident memory grew at its peak."""
+    from pathlib import Path
+
+    from shardwise.checkpoint.hf import export_checkpoint
+
+    def resident(name: str) -> int:
+        return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+    export_checkpoint(Path(checkpoint), Path(target), "fp32", shard_size)  # imports what is not to be measured
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    export_checkpoint(Path(checkpoint), Path(target), "fp32", shard_size, overwrite=True)
+    return resident("VmHWM") - before

@@ -15,6 +15,7 @@ import json
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from shardwise.checkpoint.integrity import (
     MANIFEST,
     Damage,
     digest_file,
-    read_manifest,
     sync_folder,
     verify,
     write_manifest,
@@ -204,7 +204,9 @@ def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup
     """Fills tensors in place from a verified checkpoint; sharding may differ from when it was saved."""
     reader = FileSystemReader(folder / STATE)
     try:
-        load(_detached(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
+            load(_detached(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         print(error, file=sys.stderr)
         reason = next(iter(error.failures.values()))[0] if error.failures else error
@@ -217,6 +219,9 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / TRAINER).read_text()))
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one of ours."""
-    return (folder / MANIFEST).is_file() and not isinstance(read_manifest(folder), Damage)
+def check_same_data(folder: Path, fingerprint: str) -> None:
+    """A place in the data means nothing in other data."""
+    if read_trainer(folder).get("data_fingerprint") != fingerprint:
+        problem = "was saved while training on other data (or data settings), so its place in them means nothing"
+        remedy = "bring the data back, choose another output folder, or start afresh with resume=never"
+        raise UserError("resume", str(folder), problem, remedy)

@@ -144,7 +144,7 @@ def parse_portion(value: Any) -> Portion:
     return Portion(str(value).strip() if unit else int(number) if number.is_integer() else number)
 
 
-def _plain_portion(value: Portion) -> float | str:
+def _plain_portion(value: Portion) -> int | float | str:
     number, unit = _split(value)
     return str(value) if unit else int(number) if number.is_integer() else number
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,8 +31,9 @@ def launch(job: Job) -> None:
     import torch.distributed as dist
 
     logs = logs_of(job.output)
-    shutil.rmtree(logs, ignore_errors=True)
-    logs.mkdir(parents=True)
+    logs.mkdir(parents=True, exist_ok=True)
+    for earlier in logs.glob("rank-*.*"):  # only ours: the folder may hold the user's files too
+        earlier.unlink()
     job_file = job.output / "job.json"
     write_job(job, job_file)
     # The supervisor hosts the meeting point, so there is no race for a port and no rank is special.

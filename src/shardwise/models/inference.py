@@ -10,12 +10,14 @@ import torch
 from shardwise.checkpoint.hf import PREFIX, find_checkpoint
 from shardwise.checkpoint.store import MODEL, check_whole, list_checkpoints, load_tensors
 from shardwise.config.schema import Model
+from shardwise.errors import UserError
 from shardwise.models.source import find_model
 
 
 def load_for_inference(name: str) -> tuple[Any, Any]:
     """Model and tokenizer, on the GPU if there is one, else in fp32 on the CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # fp32 on a CPU: half precision is slower there and on some machines not even executable.
@@ -30,7 +32,12 @@ def load_for_inference(name: str) -> tuple[Any, Any]:
         return _from_checkpoint(checkpoint).to(device).eval(), tokenizer
     source = find_model(Model(name=str(path) if path.exists() else name))
     assert source.weights is not None
-    model = AutoModelForCausalLM.from_pretrained(source.weights, dtype=dtype)
+    transformers_logging.disable_progress_bar()  # a second or two; the answer is what people wait for
+    model, report = AutoModelForCausalLM.from_pretrained(source.weights, dtype=dtype, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        # transformers would fill them at random and say so in a log; a model that talks nonsense is no help.
+        problem = f"its files lack {len(missing)} tensors, {missing[0]} among them"
+        raise UserError("model", name, problem, "fetch it again")
     model.config.use_cache = True
     return model.to(device).eval(), source.load_tokenizer()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -76,7 +77,19 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) 
     check_vocabulary(data, model.get_input_embeddings().num_embeddings, source.tokenizer)
     job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
     resolve_steps(result, job.loader().epoch_sequences())
-    return replace(job, run=result.run, reasons=result.reasons)
+    job = replace(job, run=result.run, reasons=result.reasons)
+    _check_resume(job)
+    return job
+
+
+def _check_resume(job: Job) -> None:
+    """A checkpoint that cannot be gone on from is told before any process starts; its files are hashed by the ranks."""
+    from shardwise.checkpoint.store import check_same_data, choose_checkpoint
+
+    folder = choose_checkpoint(job.run.resume, job.output / "checkpoints")
+    with contextlib.suppress(OSError, ValueError):  # damaged: the ranks will find and name it
+        if folder is not None:
+            check_same_data(folder, job.data.fingerprint)
 
 
 def write_job(job: Job, file: Path) -> None:

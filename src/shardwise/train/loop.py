@@ -15,15 +15,15 @@ import torch.distributed as dist
 from shardwise.checkpoint.hf import export_checkpoint
 from shardwise.checkpoint.store import step_folder
 from shardwise.data.loader import IGNORE, StepBatch
-from shardwise.models.build import class_name
+from shardwise.errors import RunFailed
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import MetricsFile, read_metrics
 from shardwise.observe.progress import Progress
 from shardwise.optim.schedules import learning_rate
 from shardwise.train.control import Control
-from shardwise.train.meter import check_finite
+from shardwise.train.meter import not_finite
 from shardwise.train.setup import Parts
-from shardwise.train.state import tensors_of
+from shardwise.train.state import tensors_of, write_model
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def fit(parts: Parts) -> Outcome:
             if evaluating or saving or position.step % run.log.every == 0:
                 records = parts.meter.flush()
                 report.trained(records)
-                check_finite(records, steps_skipped=parts.scaler.is_enabled())
+                if trouble := not_finite(records, steps_skipped=parts.scaler.is_enabled()):
+                    parts.store.wait()  # a checkpoint under way is of a step before
+                    raise RunFailed(trouble)
                 loss = records[-1]["loss"]
             if evaluating:
                 parts.status.set("evaluating")
@@ -146,17 +148,10 @@ def save(parts: Parts) -> None:
     position.seconds = parts.meter.seconds
     position.scaler = parts.scaler.state_dict()
 
-    def write_model(folder: Path) -> None:
-        model: Any = parts.sharded.model
-        config = model.config.to_dict() | {"architectures": [class_name(model)], "dtype": _dtype_of(job)}
-        (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        job.tokenizer.save_pretrained(folder)
-
     parts.store.save(
         position.step, tensors_of(parts.sharded, parts.optimizer), position.to_json(job.data.fingerprint),
-        job.run.model_dump_json(indent=1), write_model, position.best_step,
+        job.run.model_dump_json(indent=1), lambda folder: write_model(folder, parts.sharded.model, job),
+        position.best_step,
     )  # fmt: skip
 
 
@@ -183,10 +178,6 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 def _due(every: Any, step: int) -> bool:
     return every is not None and every.steps is not None and step % every.steps == 0
-
-
-def _dtype_of(job: Any) -> str:
-    return str(getattr(job.source.config, "dtype", None) or torch.float32).removeprefix("torch.")
 
 
 class Report:

@@ -14,8 +14,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import RunFailed
-
 
 @dataclass(frozen=True)
 class _Pending:
@@ -99,8 +97,8 @@ def memory_now(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def check_finite(records: list[dict[str, Any]], steps_skipped: bool = False) -> None:
-    """A loss or gradient that is not a number ruins the weights for good: stop, and say so, rather than train on it.
+def not_finite(records: list[dict[str, Any]], steps_skipped: bool = False) -> str | None:
+    """What to tell of a loss or gradient that is no number, if there is one: it ruins the weights for good.
 
     Where fp16's loss scaling skips the steps whose gradient overflowed, only the loss counts.
     """
@@ -110,8 +108,9 @@ def check_finite(records: list[dict[str, Any]], steps_skipped: bool = False) -> 
             continue
         what = f"gradient norm became {norm}" if math.isfinite(loss) else f"loss became {loss}"
         other = f"loss {loss:.4g}" if math.isfinite(loss) else f"gradient norm {norm:.3g}"
-        raise RunFailed(
+        return (
             f"the {what} at step {record['step']} ({other})\n"
             "  → lower train.learning_rate, raise train.warmup, or use precision: bf16 or fp32; "
             "the checkpoints before this step are whole"
         )
+    return None

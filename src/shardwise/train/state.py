@@ -5,16 +5,21 @@ Randomness is no state: each step seeds itself from (seed, step, rank), so resum
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.store import check_whole, load_tensors, read_trainer
-from shardwise.errors import UserError
+from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
+from shardwise.models.build import class_name
 from shardwise.zero.stages import ShardedModel
+
+if TYPE_CHECKING:
+    from shardwise.train.job import Job
 
 
 @dataclass
@@ -46,6 +51,27 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     return result
 
 
+def write_model(folder: Path, model: Any, job: Job) -> None:
+    """Config, generation settings and tokenizer, as those who load the trained model should find them."""
+    # The defaults of a fresh config are token ids of some other vocabulary.
+    given, kinds = job.run.model.config, ("bos", "eos", "pad")
+    names = [] if given is None else [f"{kind}_token_id" for kind in kinds if f"{kind}_token_id" not in given]
+    ids = {name: getattr(job.tokenizer, name) for name in names}
+    dtype = str(getattr(job.source.config, "dtype", None) or torch.float32).removeprefix("torch.")
+    config = model.config.to_dict() | {"architectures": [class_name(model)], "dtype": dtype, "use_cache": True}
+    # Not the id for padding: an embedding would leave its row out of further training.
+    config |= {name: value for name, value in ids.items() if name != "pad_token_id"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
+    original = job.source.weights / "generation_config.json" if job.source.weights is not None else None
+    if original is not None and original.is_file():
+        shutil.copy(original, folder)
+    elif model.generation_config is not None:
+        generation = copy.deepcopy(model.generation_config)
+        generation.update(use_cache=True, **ids)  # it was made from a config that training had told to use no cache
+        generation.save_pretrained(folder)
+    job.tokenizer.save_pretrained(folder)
+
+
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Allocates the optimizer's states, for a checkpoint to be read into them: one step with rate and gradients 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -64,17 +90,9 @@ def restore(
 ) -> Position:
     """Reads a checkpoint into the parts; refuses damage, another model, other data."""
     check_whole(folder, control)
+    check_same_data(folder, fingerprint)
     values = read_trainer(folder)
-    saved = values.pop("data_fingerprint")
-    if saved != fingerprint:
-        problem = "was saved while training on other data (or data settings), so its place in them means nothing"
-        remedy = "bring the data back, choose another output folder, or start afresh with resume=never"
-        raise UserError("resume", str(folder), problem, remedy)
+    values.pop("data_fingerprint")
     prime_optimizer(optimizer)
     load_tensors(folder, tensors_of(sharded, optimizer), group)
     return Position(**values)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

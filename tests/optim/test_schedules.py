@@ -1,0 +1,80 @@
+"""The learning rate at every step: where it starts, where it turns, where it ends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from shardwise.config.schema import Train
+from shardwise.optim.schedules import learning_rate
+
+PEAK = 2e-3
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+
+
+def rates(total: int, **settings: Any) -> list[float]:
+    train = Train(learning_rate=PEAK, **settings)
+    return [learning_rate(train, step, total) / PEAK for step in range(total)]
+
+
+def test_cosine() -> None:
+    found = rates(100, schedule="cosine", warmup=0)
+    assert found[0] == 1 and found[50] == pytest.approx(0.5)
+    assert found[25] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert found[99] == pytest.approx((1 + math.cos(math.pi * 0.99)) / 2) and 0 < found[99] < 1e-3
+
+
+def test_linear() -> None:
+    found = rates(100, schedule="linear", warmup=0)
+    assert found[0] == 1 and found[50] == pytest.approx(0.5) and found[99] == pytest.approx(0.01)
+
+
+def test_constant() -> None:
+    assert rates(100, schedule="constant", warmup=0, final_learning_rate=0.1) == [1.0] * 100
+
+
+def test_wsd() -> None:
+    """Stable for 80 steps, then down in a line; no step is wasted on a rate of zero."""
+    found = rates(100, schedule="wsd", warmup=0, decay="20%")
+    assert found[:81] == [1.0] * 81
+    assert found[90] == pytest.approx(0.5) and found[99] == pytest.approx(0.05)
+    assert rates(100, schedule="wsd", warmup=10, decay="100%") == rates(100, schedule="linear", warmup=10)
+    assert rates(100, schedule="wsd", warmup=10, decay=1000) == rates(100, schedule="linear", warmup=10)
+    assert rates(100, schedule="wsd", warmup=10, decay=0) == rates(100, schedule="constant", warmup=10)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up(schedule: str) -> None:
+    """A line from a tenth of the peak to the peak; what follows is the schedule over the steps that are left."""
+    found = rates(100, schedule=schedule, warmup="10%")
+    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert found[10] == 1
+    if schedule in ("cosine", "linear"):
+        assert found[10:] == pytest.approx(rates(90, schedule=schedule, warmup=0))
+    assert rates(100, schedule=schedule, warmup=10) == found, "ten steps are ten percent of a hundred"
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_final_learning_rate(schedule: str) -> None:
+    """The curve that would end at zero, squeezed so that it ends at the share; at a share of 1 it is flat."""
+    plain = rates(1000, schedule=schedule, warmup=10)
+    raised = rates(1000, schedule=schedule, warmup=10, final_learning_rate="10%")
+    assert raised[:10] == plain[:10], "the warm-up begins at zero all the same"
+    assert raised[10:] == pytest.approx([0.1 + 0.9 * rate for rate in plain[10:]])
+    assert 0.1 < raised[-1] < 0.106
+    assert rates(1000, schedule=schedule, warmup=0, final_learning_rate=1.0) == pytest.approx([1.0] * 1000)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("warmup", [0, 1, 5, "3%", "100%", 1000])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_always_between_zero_and_the_peak(schedule: str, warmup: object, total: int) -> None:
+    """Rises, then falls; never zero within the run, never above the peak; also where the warm-up outlasts the run."""
+    found = rates(total, schedule=schedule, warmup=warmup)
+    assert all(0 < rate <= 1 for rate in found)
+    top = found.index(max(found))
+    assert found[: top + 1] == sorted(found[: top + 1]) and found[top:] == sorted(found[top:], reverse=True)
+    if warmup in ("100%", 1000):
+        assert found == pytest.approx([(step + 1) / total for step in range(total)]), "it has the whole run, no more"
