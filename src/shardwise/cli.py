@@ -39,12 +39,12 @@ def _examples(*lines: str) -> str:
     "shardwise train run.yaml",
     "shardwise train run.yaml ranks=2 parallel.zero=3 train.learning_rate=1e-4",
     "shardwise train run.yaml resume=never output=out/second",
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 -m shardwise train run.yaml",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m shardwise train run.yaml",
 ))  # fmt: skip
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No plan, no notes.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the plan.")] = False,
 ) -> None:
     """Train: plans, starts the ranks, watches them, and hands over a Hugging Face folder.
 

@@ -152,8 +152,20 @@ def initialize(
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
     if ranks % shard:
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+    if not cuda:
+        _check_cpu(checked.precision)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)
     return Engine(model, optimizer, checked, world)
+
+
+def _check_cpu(precision: str) -> None:
+    """Some CPUs advertise half-precision instructions that kill the process; the cap must be there at the start."""
+    from shardwise.launch.cpu import cpu_env
+
+    for name, value in cpu_env(precision).items():
+        if os.environ.get(name) != value:
+            problem = "this CPU advertises instructions for it that it does not execute"
+            raise UserError("config.precision", precision, problem, f"start Python with {name}={value}, or use fp32")
 
 
 def _check(values: dict[str, Any]) -> EngineConfig:

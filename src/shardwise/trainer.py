@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from shardwise.config.load import load_run
 from shardwise.config.schema import Run
-from shardwise.errors import Interrupted
+from shardwise.errors import Interrupted, UserError
 from shardwise.train.job import Job, prepare_job
 
 
@@ -46,13 +49,14 @@ class Trainer:
     def fit(self, say: Callable[[str], None] = lambda _: None) -> Result:
         """Trains to the end and returns where the model lies; raises if the run fails or is stopped."""
         job = self.prepare(say)
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            self._fit_here(job, say)
-        else:
-            from shardwise.launch.local import launch
+        with _sole_user(job.output):
+            if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+                self._fit_here(job, say)
+            else:
+                from shardwise.launch.local import launch
 
-            launch(job)
-        return self._result(job)
+                launch(job)
+            return self._result(job)
 
     def _fit_here(self, job: Job, say: Callable[[str], None]) -> None:
         from shardwise.launch.cpu import cpu_env
@@ -80,3 +84,22 @@ class Trainer:
             Path(summary["model"]),
             read_metrics(job.output / "metrics.jsonl"),
         )
+
+
+@contextlib.contextmanager
+def _sole_user(output: Path) -> Iterator[None]:
+    """Two runs in one folder would overwrite each other's metrics and checkpoints: the second is refused."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        yield
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        remedy = "wait for it to end, or choose another output folder"
+        raise UserError("output", str(output), "another run is using this folder", remedy) from None
+    try:
+        yield
+    finally:
+        lock.release()

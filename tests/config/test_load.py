@@ -391,7 +391,7 @@ def test_schema_accepts_what_is_documented(tmp_path: Path) -> None:
     from shardwise.demo.play import RUN
 
     schema = Run.model_json_schema()
-    demo = RUN.format(name="run.yaml", pairs="pairs.jsonl", epochs=3, ranks=2, output="out")
+    demo = RUN.format(name="run.yaml", pairs="pairs.jsonl", epochs=3, ranks=2, output="out", save=20)
     for text in (EXAMPLE, SMALL, demo, SMALL.replace("chat.jsonl", "{path: a}"), SMALL + "  eval: [a, {path: b}]\n"):
         load(tmp_path, text)
         assert complaints(_as_editors_read(text), schema, schema) == []

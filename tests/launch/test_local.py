@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -63,7 +64,10 @@ def test_a_rank_that_raises_and_the_run_after_it(folder: Path, start: Start) -> 
     code, out, err = cli.finish(process)
     assert code == 1 and len(ranks) == 2 and cli.all_gone(ranks), err
     log = output / "logs/rank-1.log"
-    assert "error: rank 1 failed at step 8 while saving: a checkpoint could not be written" in err
+    # It is noticed in the steps after the save, which goes on in the background, and at the latest by the next save.
+    assert re.search(r"^error: rank 1 failed at step [4-8] while \w+: a checkpoint could not be written", err, re.M), (
+        err
+    )
     assert "File too large" in err and f"log: {log}" in err
     assert "→ no checkpoint was written yet: the same command starts afresh" in err
     assert err.count("rank ") == 1 and "Traceback" not in out + err, "one message, and the details in the log"

@@ -299,3 +299,12 @@ def export_and_watch(checkpoint: str, target: str, shard_size: int) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     export_checkpoint(Path(checkpoint), Path(target), "fp32", shard_size, overwrite=True)
     return resident("VmHWM") - before
+
+
+def overflowing_step(run: dict[str, Any]) -> None:
+    """Trains with a loss scale that overflows once."""
+    from shardwise.train.loop import fit
+
+    parts = parts_of(run)
+    parts.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-30)
+    fit(parts)

@@ -83,7 +83,8 @@ def test_a_record_for_each_step(folder: Path) -> None:
     settings = load_run(run).run.train
     assert [r["learning_rate"] for r in train] == [learning_rate(settings, step, 7) for step in range(7)]
     assert all(0 < r["supervised_tokens"] < r["tokens"] <= 12 * 192 for r in train)
-    assert [r["epoch"] for r in train] == sorted(r["epoch"] for r in train) and train[0]["epoch"] == 0
+    epochs = [r["epoch"] for r in train]  # where each step leaves off
+    assert epochs == sorted(epochs) and 0 < epochs[0] < 0.1
     assert train[-1]["eta_seconds"] == 0 and train[-1]["memory_bytes"] > 2**20 and train[-1]["tokens_per_second"] > 0
     assert [r["elapsed_seconds"] for r in train] == sorted(r["elapsed_seconds"] for r in train)
     (held_out,) = [r for r in results[5] if r["kind"] == "eval"]

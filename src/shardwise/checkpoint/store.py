@@ -40,6 +40,18 @@ from shardwise.errors import RunFailed, UserError
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
 
 
+def set_aside(output: Path) -> None:
+    """Starting afresh where a run was: its checkpoints and metrics are renamed together, so that no run is a mix."""
+    if not list_checkpoints(output / "checkpoints"):
+        return
+    number = 1
+    while (output / f"checkpoints.{number}").exists():
+        number += 1
+    (output / "checkpoints").rename(output / f"checkpoints.{number}")
+    if (output / "metrics.jsonl").exists():
+        (output / "metrics.jsonl").rename(output / f"metrics.{number}.jsonl")
+
+
 def step_folder(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return root / f"step-{step:08d}"
@@ -100,6 +112,11 @@ class CheckpointStore:
         )
         self._worker.start()
         if not self.background:
+            self.wait()
+
+    def raise_if_failed(self) -> None:
+        """Raises at once if the save in the background has failed, rather than at the next one; never waits."""
+        if self._failure is not None:
             self.wait()
 
     def wait(self) -> None:

@@ -185,6 +185,19 @@ def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:
         )
 
 
+def check_room(run: Run, parameters: int) -> None:
+    """One checkpoint (fp32 master and two moments) and the exported model must fit on the disk of the output."""
+    import shutil
+
+    existing = Path(run.output).expanduser().absolute()
+    while not existing.exists():
+        existing = existing.parent
+    needed, free = 16 * parameters, shutil.disk_usage(existing).free
+    if free < needed:
+        problem = f"has {free / 2**30:.2f} GiB free; a checkpoint and the model take {needed / 2**30:.2f} GiB"
+        raise UserError("output", run.output, problem, "free some space or choose a folder on another disk")
+
+
 def check_output(run: Run) -> None:
     """The output folder must be writable, found by writing (permissions alone do not tell); resume must be there."""
     from shardwise.checkpoint.store import choose_checkpoint

@@ -92,7 +92,7 @@ class Loader:
 
     def step(self, position: int, batch_size: int, micro: int, rank: int, ranks: int) -> StepBatch:
         """The share of `rank` of the batch that begins at a global position."""
-        epoch, index = self.locate(position)
+        epoch, index = self.locate(position + batch_size)  # where the step leaves off
         sequences = self.sequences(position, batch_size)
         supervised = sum(int(self._supervised[s].sum()) for s in sequences)
         tokens = sum(int(self._lengths[s].sum()) for s in sequences)

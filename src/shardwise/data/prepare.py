@@ -22,7 +22,7 @@ from shardwise.data.render import Document, check_template, render_rows
 from shardwise.data.rows import Row, read_rows, source_files, unreadable
 from shardwise.errors import UserError
 
-FORMAT = 2  # raised when the same rows give other tokens or masks
+FORMAT = 3  # raised when the same rows give other tokens or masks
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def prepare_data(data: Data, tokenizer: Any, seed: int, say: Callable[[str], Non
         eval=_open(folder / "eval") if (folder / "eval").is_dir() else None,
         bills=[Bill(**b) for b in meta["train"]],
         eval_bills=[Bill(**b) for b in meta["eval"]],
-        fingerprint=f"{key}-{'packed' if data.packing else 'plain'}",
+        fingerprint=_fingerprint(meta["train_digest"], data, seed),
         largest_token=meta["largest_token"],
     )
 
@@ -125,7 +125,8 @@ def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
     if evaluation.documents:
         evaluation.save(folder / "eval")
     largest = max(int(d.tokens.max()) for d in train.documents + evaluation.documents)
-    bill = {"train": [asdict(b) for b in bills], "eval": [asdict(b) for b in eval_bills], "largest_token": largest}
+    bill: dict[str, Any] = {"train": [asdict(b) for b in bills], "eval": [asdict(b) for b in eval_bills]}
+    bill |= {"largest_token": largest, "train_digest": _digest_of(folder / "train")}
     (folder / "bill.json").write_text(json.dumps(bill, indent=1))
 
 
@@ -226,6 +227,20 @@ class _Writer:
 
 def _open(folder: Path) -> Corpus:
     return Corpus(*(np.load(folder / f"{n}.npy", mmap_mode="r") for n in ("tokens", "learned", "starts", "source")))
+
+
+def _fingerprint(train_digest: str, data: Data, seed: int) -> str:
+    """What decides the order of the training sequences: a place in them means nothing if this differs."""
+    order = [train_digest, data.sequence_length, data.packing, seed]
+    return hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
+
+
+def _digest_of(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.npy")):
+        with file.open("rb") as f:
+            digest.update(hashlib.file_digest(f, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _key(data: Data, tokenizer: Any, seed: int) -> str:

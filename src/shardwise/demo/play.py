@@ -7,6 +7,7 @@ pairs are used depends on how fast this machine is, measured first, so that the 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from importlib.resources import files
 from pathlib import Path
@@ -24,7 +25,7 @@ SHOWN = 3
 ANSWER_TOKENS = 48
 
 RUN = """\
-# Fine-tunes the embedded model on question–answer pairs, on two CPU ranks with ZeRO 2.
+# Fine-tunes the embedded model on question–answer pairs. Relative paths are relative to where you run the command.
 # Every setting and its default: shardwise config {name}
 model: smollm2-135m-instruct
 data:
@@ -39,7 +40,7 @@ train:
   weight_decay: 0
 parallel: {{zero: 2}}
 ranks: {ranks}
-checkpoint: {{every: null}}
+checkpoint: {{every: {save}}}
 output: {output}
 """
 
@@ -63,8 +64,9 @@ def play(output: Path, seconds: int, ranks: int) -> None:
     chosen = _lines("pairs.jsonl")[: facts * PHRASINGS]
     pairs.write_text("".join(json.dumps(line) + "\n" for line in chosen))
     run_file = output / "run.yaml"
-    run_file.write_text(RUN.format(name=run_file, pairs=pairs, epochs=EPOCHS, ranks=ranks, output=output))
-    # A demo begins anew each time, also after one that was broken off.
+    run_file.write_text(RUN.format(name=run_file, pairs=pairs, epochs=EPOCHS, ranks=ranks, output=output, save="null"))
+    # A demo begins anew each time, also after one that was broken off; its folder is its own.
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
     trainer = Trainer(run_file, "resume=never")
     job = trainer.prepare()
     print_plan(job, console)
@@ -83,7 +85,7 @@ def write_example(path: Path) -> None:
     pairs = path.with_name("pairs.jsonl")
     if not pairs.exists():
         pairs.write_bytes((files("shardwise.demo") / "pairs.jsonl").read_bytes())
-    path.write_text(RUN.format(name=path, pairs=pairs, epochs=EPOCHS, ranks=1, output="out/run"))
+    path.write_text(RUN.format(name=path, pairs=pairs, epochs=EPOCHS, ranks=1, output="out/run", save=20))
     print(f"wrote {path} and {pairs}: now run  shardwise train {path}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,6 +17,7 @@ from shardwise.zero.account import predicted_bytes
 if TYPE_CHECKING:
     from shardwise.config.load import LoadedRun
     from shardwise.config.resolve import Resolution
+    from shardwise.config.schema import Run
     from shardwise.train.job import Job
     from shardwise.trainer import Result
 
@@ -58,15 +61,22 @@ def print_plan(job: Job, console: Console | None = None) -> None:
             )
     packed = " (packed)" if run.data.packing else ""
     sequences = f"{run.train.batch_size} sequences of up to {run.data.sequence_length} tokens{packed}"
-    table.add_row("steps", f"{run.train.steps} × {sequences}")
+    epoch = job.loader().epoch_sequences()
+    passes = (run.train.steps or 0) * run.train.batch_size / epoch
+    table.add_row("steps", f"{run.train.steps} × {sequences}; {passes:.2g} epochs of {epoch:,} sequences")
     table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
     groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
     table.add_row(
         "ranks",
         f"{ranks} on {run.device} ({run.backend}), {run.precision}, "
-        f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero]}{groups}",
+        f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero] if ranks > 1 else 'alone, nothing to divide'}{groups}",
     )
-    table.add_row("per rank", ", ".join(f"{name} {human(size)}" for name, size in held.items()) + ", and activations")
+    working = f"working weights {human(held['parameters'])}" if held["parameters"] else "working weights block by block"
+    table.add_row(
+        "per rank",
+        f"{working}, gradients {human(held['gradients'])}, fp32 weights and AdamW moments {human(held['optimizer'])}, "
+        "and activations",
+    )
     table.add_row("rate", f"{run.train.learning_rate:g} {run.train.schedule}, AdamW, clip {run.train.clip}")
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
@@ -84,7 +94,9 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
     held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
     console.print(f"done: {result.step} steps, {loss}{held}")
-    console.print(f"  model    {result.model}   (talk to it: shardwise chat {job.output})", highlight=False)
+    console.print(
+        f"  model    {result.model}   (talk to it: shardwise chat {shlex.quote(str(job.output))})", highlight=False
+    )
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)
     console.print(f"  metrics  {job.output / 'metrics.jsonl'}", highlight=False)
 
@@ -104,6 +116,18 @@ def print_config(result: Resolution, loaded: LoadedRun) -> None:
     still_open = [p for p, v in flatten(result.run.model_dump(mode="json")) if p == "train.steps" and v is None]
     if still_open:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
+
+
+def changed_settings(checkpoint: Path, run: Run) -> list[str]:
+    """What differs from the run that wrote a checkpoint, apart from where it runs and writes."""
+    before = dict(flatten(json.loads((checkpoint / "run.json").read_text())))
+    now = dict(flatten(run.model_dump(mode="json")))
+    own = ("output", "resume", "ranks", "device", "backend", "log.", "timeout", "export.", "checkpoint.")
+    return [
+        f"{path} {before.get(path)} → {value}"
+        for path, value in now.items()
+        if before.get(path) != value and not path.startswith(own)
+    ]
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.load import LoadedRun
-from shardwise.config.resolve import check_output, resolve_machine, resolve_model, resolve_steps, world_size
+from shardwise.config.resolve import check_output, check_room, resolve_machine, resolve_model, resolve_steps, world_size
 from shardwise.config.schema import Run
 from shardwise.data.loader import Loader
 from shardwise.data.prepare import Prepared, check_vocabulary, prepare_data
@@ -72,6 +72,7 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) 
     if source.weights is not None:
         check_shapes(model, source.weights)
     parameters = sum(p.numel() for p in model.parameters())
+    check_room(result.run, parameters)
     tokenizer = source.load_tokenizer()
     data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say)
     check_vocabulary(data, model.get_input_embeddings().num_embeddings, source.tokenizer)

@@ -52,6 +52,7 @@ def fit(parts: Parts) -> Outcome:
             save(parts)  # it was finished in another output folder
         while position.step < total and not stop:
             step = position.step
+            parts.store.raise_if_failed()
             control.begin()
             parts.status.set("computing", step + 1)
             seed_step(run.train.seed, step, world.rank)
@@ -88,14 +89,16 @@ def fit(parts: Parts) -> Outcome:
                 loss = records[-1]["loss"]
             if evaluating:
                 parts.status.set("evaluating")
-                eval_loss = evaluate(parts)
+                with parts.meter.paused():
+                    eval_loss = evaluate(parts)
                 report.evaluated(position.step, eval_loss)
                 if position.best_loss is None or eval_loss < position.best_loss:
                     position.best_loss, position.best_step = eval_loss, position.step
                     saving = True
             if saving:
                 parts.status.set("saving")
-                save(parts)
+                with parts.meter.paused():
+                    save(parts)
         parts.status.set("finishing the last checkpoint")
         parts.store.wait()
         outcome = Outcome(position.step, loss, eval_loss, stop)
@@ -184,7 +187,7 @@ class Report:
     """On the main rank: the live line and metrics.jsonl. Elsewhere nothing."""
 
     def __init__(self, parts: Parts, total: int) -> None:
-        run, self._active = parts.job.run, parts.world.is_main
+        run, self._active, self._scaled = parts.job.run, parts.world.is_main, parts.scaler.is_enabled()
         if self._active:
             self._file = MetricsFile(parts.job.output / "metrics.jsonl")
             self._file.truncate_after(parts.position.step)
@@ -203,6 +206,11 @@ class Report:
     def trained(self, records: list[dict[str, Any]]) -> None:
         """New training records, oldest first."""
         for record in records if self._active else []:
+            if self._scaled and not math.isfinite(record["grad_norm"]):
+                record["skipped"] = True
+                self._progress.note(
+                    f"step {record['step']}: gradients overflowed fp16, update skipped, loss scale halved"
+                )
             self._file.append(record)
             self._progress.update(record)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,7 @@ class Meter:
         self._pending: list[_Pending] = []
         self._started, self._before = time.monotonic(), seconds
         self._last = self._started
+        self._away = 0.0
         self._first_step: int | None = None
         self._flops_per_token, self._peak = flops_per_token, peak
 
@@ -49,6 +52,15 @@ class Meter:
         """Notes a finished step; no waiting."""
         self._first_step = step if self._first_step is None else self._first_step
         self._pending.append(_Pending(step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training (evaluation, saving), so that speed and ETA speak of training alone."""
+        began = time.monotonic()
+        yield
+        away = time.monotonic() - began
+        self._last += away
+        self._away += away
 
     @property
     def seconds(self) -> float:
@@ -65,7 +77,7 @@ class Meter:
         now = time.monotonic()
         speed = sum(p.tokens for p in self._pending) / max(now - self._last, 1e-9)
         self._last = now
-        per_step = (now - self._started) / (self._pending[-1].step - (self._first_step or 0) + 1)
+        per_step = (now - self._started - self._away) / (self._pending[-1].step - (self._first_step or 0) + 1)
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         records = []
         for entry, loss, norm in zip(self._pending, losses.tolist(), norms.tolist(), strict=True):

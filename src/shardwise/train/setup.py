@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
-from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint
+from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
 from shardwise.data.loader import Loader
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim.adamw import build_optimizer
 from shardwise.parallel.mesh import World
+from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
 from shardwise.train.meter import Meter
 from shardwise.train.objective import CausalObjective, Objective
@@ -58,7 +59,6 @@ def build_model(job: Job, world: World, say: Callable[[str], None] = lambda _: N
     else:
         fill_random(model, source, run.train.seed)
     model.train()
-    say(f"{len(blocks)} blocks sharded over {world.mesh.size(1)}, replicated {world.mesh.size(0)} times")
     return ShardedModel(model, run.parallel.zero, world.mesh)
 
 
@@ -74,6 +74,8 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     optimizer = build_optimizer(sharded.parameters, run.train)
     scaler = torch.amp.GradScaler(world.device.type, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
+    if run.resume == "never" and world.is_main:
+        set_aside(job.output)
     store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.background, world.checkpoint)
     position = Position()
     if (folder := choose_checkpoint(run.resume, root)) is not None:
@@ -84,6 +86,8 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
         steps = run.train.steps or 0
         if position.step < steps:
             say(f"going on from {folder} (step {position.step})")
+            for change in changed_settings(folder, run):
+                say(f"changed since then: {change}")
         else:
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
     meter = _meter(job, world, model, position)
