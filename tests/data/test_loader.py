@@ -166,9 +166,9 @@ def test_a_micro_batch_is_as_wide_as_its_longest_row() -> None:
 def test_epoch_is_told_as_it_goes() -> None:
     source = loader()
     size = source.epoch_sequences(0)
-    assert source.step(0, BATCH, 1, 0, 1).epoch == 0
-    assert source.step(size // 2, BATCH, 1, 0, 1).epoch == pytest.approx((size // 2) / size)
-    assert source.step(size, BATCH, 1, 0, 1).epoch == 1
+    assert source.step(0, BATCH, 1, 0, 1).epoch == pytest.approx(BATCH / size), "where the step leaves off"
+    assert source.step(size // 2, BATCH, 1, 0, 1).epoch == pytest.approx((size // 2 + BATCH) / size)
+    assert source.step(size - BATCH, BATCH, 1, 0, 1).epoch == 1
     assert source.locate(size + 3) == (1, 3)
 
 
