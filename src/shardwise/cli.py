@@ -172,7 +172,7 @@ def demo(
     write: Annotated[Path | None, typer.Option(help="Only write a RUN.yaml to start from.")] = None,
     seconds: Annotated[
         int, typer.Option(min=20, help="Training time to aim for; fewer pairs on a slow machine.")
-    ] = 150,
+    ] = 120,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
 ) -> None:
     """Teach SmolLM2-135M-Instruct some facts about distributed training, and see it answer before and after."""

@@ -21,7 +21,7 @@ from shardwise.errors import UserError
 PHRASINGS = 3  # lines per fact in pairs.jsonl
 FEWEST_FACTS = 8
 EPOCHS = 3
-SHOWN = 3
+SHOWN = (0, 5, 7)  # which held-out questions are printed: what ZeRO is, hybrid sharding, QLoRA
 ANSWER_TOKENS = 48
 
 RUN = """\
@@ -125,7 +125,8 @@ def right(answer: str, keywords: list[str]) -> bool:
 def _show(console: Console, asked: list[dict[str, Any]], before: list[str], after: list[str]) -> None:
     console.rule("questions in words the model never saw", align="left")
     scores = [(right(b, q["keywords"]), right(a, q["keywords"])) for q, b, a in zip(asked, before, after, strict=False)]
-    for question, old, new in list(zip(asked, before, after, strict=False))[:SHOWN]:
+    for index in SHOWN:
+        question, old, new = asked[index], before[index], after[index]
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), expand=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
