@@ -252,7 +252,7 @@ def test_everything_that_shapes_the_tokens_is_in_the_key(write: Write, tokenizer
     assert len({prepare._key(*variant) for variant in variants}) == len(variants)
     prints = [prepare_data(*variant).fingerprint for variant in variants]
     assert len(renderings) == len(variants) + 1
-    # The fingerprint speaks of the training sequences alone: a rule that met no row, or an evaluation file, changes none.
+    # The fingerprint speaks of the training sequences: a rule that met no row, or an evaluation file, changes none.
     same = [index for index, one in enumerate(prints) if one == prints[0]]
     assert same == [0, 3, 7, 9]
 
