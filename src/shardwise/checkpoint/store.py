@@ -201,9 +201,7 @@ def check_whole(folder: Path, group: dist.ProcessGroup | None = None) -> None:
     damage: list[Damage] = [d for part in parts for d in part]
     if not damage:
         return
-    good = next(
-        (p for p in reversed(list_checkpoints(folder.parent)) if p != folder and p < folder and not verify(p)), None
-    )
+    good = next((p for p in reversed(list_checkpoints(folder.parent)) if p < folder and not verify(p)), None)
     remedy = (
         f"the previous good one is {good} (to go on from it: resume={good})"
         if good

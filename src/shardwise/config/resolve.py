@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,8 +188,6 @@ def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:
 
 def check_room(run: Run, parameters: int) -> None:
     """One checkpoint (fp32 master and two moments) and the exported model must fit on the disk of the output."""
-    import shutil
-
     existing = Path(run.output).expanduser().absolute()
     while not existing.exists():
         existing = existing.parent

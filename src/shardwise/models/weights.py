@@ -95,7 +95,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path, progress: Any = None) -> None:
+def load_weights(model: nn.Module, folder: Path) -> None:
     """Fills every parameter and persistent buffer of a materialised model from the files of a folder."""
     from safetensors import safe_open
 
@@ -109,8 +109,6 @@ def load_weights(model: nn.Module, folder: Path, progress: Any = None) -> None:
             part = handle.get_slice(key)
             _check_shape(part, tensors[name], name, stored[key])
             fill_local(tensors[name], part)
-        if progress is not None:
-            progress(name)
 
 
 def fill_local(target: torch.Tensor, whole: Any) -> None:

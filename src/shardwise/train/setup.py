@@ -44,7 +44,7 @@ class Parts:
     status: Status
 
 
-def build_model(job: Job, world: World, say: Callable[[str], None] = lambda _: None) -> ShardedModel:
+def build_model(job: Job, world: World) -> ShardedModel:
     """The model, sharded and filled; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
@@ -66,7 +66,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     """Builds, checks and, where there is a checkpoint, resumes."""
     run = job.run
     status.set("loading the model")
-    sharded = build_model(job, world, say)
+    sharded = build_model(job, world)
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
