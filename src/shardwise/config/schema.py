@@ -142,7 +142,15 @@ class Train(Section):
     micro_batch_size: Literal["auto"] | Count = Field(
         default="auto", description="sequences per rank and forward pass: a number, or auto"
     )
-    optimizer: Literal["adamw"] = Field(default="adamw", description="adamw = Adam with decoupled weight decay")
+    optimizer: Literal["adamw", "adamw8bit", "adamw4bit", "adam-mini", "adafactor", "lion", "muon", "sgd"] = Field(
+        default="adamw", description="adamw = Adam with decoupled weight decay; the others hold less state or none"
+    )
+    optimizer_state: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="type of adamw's, lion's and sgd's states; bf16 rounds stochastically"
+    )
+    in_backward: bool = Field(
+        default=False, description="update each parameter during backward and free its gradient; needs clip: null"
+    )
     learning_rate: Number = Field(default=2e-5, gt=0, description="peak rate, e.g. 2e-5")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Adam's two decay rates, e.g. [0.9, 0.95]")
     eps: Number = Field(default=1e-8, gt=0, description="Adam's guard against division by zero, e.g. 1e-8")
@@ -179,6 +187,32 @@ class Parallel(Section):
     shard: Count | None = Field(
         default=None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
     )
+    secondary_shard: Count | None = Field(
+        default=None, description="hpZ: keep a second copy of the parameters divided over this many ranks of a node"
+    )
+    quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
+    quantize_gradients: bool = Field(default=False, description="qgZ: reduce the gradients as int4")
+    bucket: Size | None = Field(
+        default=None, ge=1, description="largest gather or reduce buffer, e.g. 200MB; default: one block at a time"
+    )
+
+
+class Offload(Section):
+    """What is kept off the device, where memory is cheaper."""
+
+    optimizer: Literal["none", "cpu", "disk"] = Field(
+        default="none", description="where the optimizer's states (and half of the master weights) live"
+    )
+    parameters: Literal["none", "cpu", "disk"] = Field(
+        default="none", description="where the shards of the parameters live; stage 3 only"
+    )
+    activations: Literal["none", "cpu"] = Field(
+        default="none", description="where the inputs of recomputed blocks wait for backward"
+    )
+    ratio: Literal["auto"] | Share = Field(
+        default=1.0, description="share of the optimizer's states that leaves the device; auto = what does not fit"
+    )
+    disk: str | None = Field(default=None, description="folder for `disk`; default: offload/ in the output folder")
 
 
 class Checkpoint(Section):
@@ -203,6 +237,10 @@ class Log(Section):
 
     every: Whole = Field(default=1, ge=1, description="steps between reports; the device is waited for only then")
     refresh: Duration = Field(default=0.2, gt=0, description="how often the live line is redrawn, e.g. 200ms")
+    breakdown: bool = Field(
+        default=False, description="time in forward, backward, gather, reduce, offload and step; waits for the device"
+    )
+    comms: bool = Field(default=False, description="bytes, time and bandwidth of each collective")
 
 
 class Run(Section):
@@ -222,6 +260,8 @@ class Run(Section):
     recompute: Literal["none", "full"] = Field(
         default="none", description="full = keep only block inputs, compute the rest again"
     )
+    compile: bool = Field(default=False, description="compile each block (CUDA; the first step takes longer)")
+    offload: Offload = Field(default=Offload(), description="what is kept off the device")
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto = CUDA where there is a GPU")
     ranks: Literal["auto"] | Count = Field(
         default="auto",
