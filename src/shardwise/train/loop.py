@@ -64,11 +64,7 @@ def fit(parts: Parts) -> Outcome:
                 group["lr"] = rate
 
             summed = accumulate(parts, batch)
-            parts.scaler.unscale_(parts.optimizer)
-            norm = parts.sharded.clip(run.train.clip)
-            parts.scaler.step(parts.optimizer)
-            parts.scaler.update()
-            parts.optimizer.zero_grad()
+            norm = parts.update()
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
             position.tokens += batch.tokens
