@@ -114,7 +114,8 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
                 say(f"changed since then: {change}")
         else:
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
-    update = Update(sharded, optimizer, scaler, run.train.clip, updates_eagerly(run))
+    accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
+    update = Update(sharded, optimizer, scaler, run.train.clip, updates_eagerly(run), accumulates)
     meter = _meter(job, world, model, position)
     return Parts(
         job, world, sharded, CausalObjective(model), optimizer, scaler, update, job.loader(), job.eval_loader(), store,

@@ -35,7 +35,7 @@ from shardwise.zero.gradients import Take, take_reduced_gradients
 from shardwise.zero.host import aligned, host_buffers
 from shardwise.zero.master import join, split_
 from shardwise.zero.paging import Page, Pager, Region
-from shardwise.zero.stages import ShardedModel
+from shardwise.zero.stages import ShardedModel, local
 
 PIECE = {"cuda": 16 << 20, "cpu": 2 << 20}  # elements updated at once
 
@@ -73,11 +73,6 @@ class Piece:
     @property
     def elements(self) -> int:
         return sum(s.high.numel() for s in self.segments)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, without a detour through autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def first_row(tensor: torch.Tensor) -> int:
@@ -193,10 +188,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # --- stepping
 
-    def attach(self, sharded: ShardedModel, known: Take | None) -> None:
+    def attach(self, sharded: ShardedModel, known: Take | None, accumulates: bool) -> None:
         """Takes gradients as they are reduced; with `known` (told of each complete one) it also updates at once."""
         self._sharded, self._known = sharded, known
-        if self.split:
+        # What one rank computes in one micro-batch is in bf16 already: nothing is summed, so nothing is lost.
+        if self.split and (accumulates or sharded.mesh.size() > 1):
             take_reduced_gradients(sharded.units, list(sharded.parameters.values()), self._take)
         elif known is not None:
             for parameter in sharded.parameters.values():

@@ -30,6 +30,11 @@ from torch.distributed.tensor import DTensor
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, without a detour through autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
 class ShardedModel:
     """A model that is spread over the mesh and has its weights; the loop talks to FSDP only through this."""
 
@@ -83,6 +88,8 @@ class ShardedModel:
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm of sharded gradients taken together, the same on every rank."""
+        if gradients and gradients[0].dtype == torch.bfloat16:  # get_total_norm would add up in bf16
+            return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in map(local, gradients)]).norm()
         norm = nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

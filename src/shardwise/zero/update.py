@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.zero.offload import OffloadedOptimizer, local
-from shardwise.zero.stages import ShardedModel
+from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.stages import ShardedModel, local
 
 
 class Update:
@@ -23,14 +23,20 @@ class Update:
     """
 
     def __init__(
-        self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, scaler: Any, clip: float | None, eager: bool
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        clip: float | None,
+        eager: bool,
+        accumulates: bool = True,
     ) -> None:
         assert not (eager and (clip is not None or scaler.is_enabled())), "the config is checked before"
         self.sharded, self.optimizer, self.scaler, self.clip, self.eager = sharded, optimizer, scaler, clip, eager
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
         self._squares: list[torch.Tensor] = []
         if self._offloaded is not None:
-            self._offloaded.attach(sharded, self._known if eager else None)
+            self._offloaded.attach(sharded, self._known if eager else None, accumulates)
         elif eager:
             for parameter in sharded.parameters.values():
                 parameter.register_post_accumulate_grad_hook(self._step_one)
@@ -56,7 +62,7 @@ class Update:
 
     def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """A gradient is complete: for the norm."""
-        self._squares.append(torch.linalg.vector_norm(local(gradient)).square().float())
+        self._squares.append(torch.linalg.vector_norm(local(gradient), dtype=torch.float32).square())
 
     def _step_one(self, parameter: torch.Tensor) -> None:
         if not self.sharded.last or parameter.grad is None:
