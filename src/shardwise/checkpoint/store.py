@@ -230,9 +230,7 @@ def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
             whole, rows = split_rows(_detached(tensors))
-            load(
-                whole, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None
-            )
+            load(whole, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         print(error, file=sys.stderr)
         reason = next(iter(error.failures.values()))[0] if error.failures else error

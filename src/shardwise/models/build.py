@@ -70,9 +70,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_random(
-    model: nn.Module, source: ModelSource, seed: int, masters: Mapping[str, Rows] | None = None
-) -> None:
+def fill_random(model: nn.Module, source: ModelSource, seed: int, masters: Mapping[str, Rows] | None = None) -> None:
     """Fills a fresh, sharded model as its authors initialise it, holding one unit at a time besides the shards.
 
     A second, unsharded model on `meta` serves as the mould. The random stream of a unit depends on the seed and the

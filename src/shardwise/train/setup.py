@@ -25,7 +25,7 @@ from shardwise.train.selfcheck import check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
 from shardwise.zero.disk import DiskFolder
-from shardwise.zero.offload import OffloadedOptimizer, offload_optimizer, splits_masters, store_in_bf16, updates_eagerly
+from shardwise.zero.offload import OffloadedOptimizer, eager_share, offload_optimizer, splits_masters, store_in_bf16
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.update import Update
 
@@ -76,13 +76,15 @@ def fill_model(job: Job, sharded: ShardedModel, masters: Mapping[str, Rows]) -> 
         fill_random(sharded.model, job.source, job.run.train.seed, masters)
 
 
-def build_optimizer(job: Job, world: World, sharded: ShardedModel) -> torch.optim.Optimizer:
+def build_optimizer(
+    job: Job, world: World, sharded: ShardedModel, say: Callable[[str], None] = lambda _: None
+) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters, its states where the run wants them."""
     run = job.run
     if run.offload.optimizer == "none":
         return adamw.build_optimizer(sharded.parameters, run.train)
     disk = DiskFolder(job.offload_folder, world.rank) if run.offload.optimizer == "disk" else None
-    return offload_optimizer(run, sharded, world.device, disk)
+    return offload_optimizer(run, sharded, world.device, disk, say)
 
 
 def build_parts(job: Job, world: World, status: Status, say: Callable[[str], None] = lambda _: None) -> Parts:
@@ -90,7 +92,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     run = job.run
     status.set("loading the model")
     sharded = build_model(job, world)
-    optimizer = build_optimizer(job, world, sharded)
+    optimizer = build_optimizer(job, world, sharded, say)
     fill_model(job, sharded, optimizer.masters() if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
@@ -115,7 +117,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
         else:
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
-    update = Update(sharded, optimizer, scaler, run.train.clip, updates_eagerly(run), accumulates)
+    update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     meter = _meter(job, world, model, position)
     return Parts(
         job, world, sharded, CausalObjective(model), optimizer, scaler, update, job.loader(), job.eval_loader(), store,

@@ -8,14 +8,17 @@ very same as without offload, to the bit. On a CPU device, host memory is used i
 
 [Note: overlap] An update may begin when its gradient is known, and must end before its unit's next forward. With clipping
 the gradient is known when the norm is, after backward: pieces are then streamed in the order of the forward, each unit's
-forward waits for its own pieces only, and the rest goes on beside it. Without clipping (or loss scale) each piece
-starts when its gradients are reduced, during backward, and its gradients are freed (`eager`).
+forward waits for its own pieces only, and the rest goes on beside it. Without clipping (or loss scale) a piece may
+start when its gradients are reduced, during backward (`eager`). Of those only the last in the order of the forward do, a
+share of EAGER, whose streaming backward can hide; the first ones would queue up behind them just when the next forward
+waits for them, so they are left to the step, in the forward's order. Where gradients must be freed during backward
+(train.in_backward), all are eager.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +37,12 @@ from shardwise.zero.disk import DiskFolder
 from shardwise.zero.gradients import Take, take_reduced_gradients
 from shardwise.zero.host import aligned, host_buffers
 from shardwise.zero.master import join, split_
-from shardwise.zero.paging import Page, Pager, Region
+from shardwise.zero.paging import DEPTH, Page, Pager, Region
 from shardwise.zero.stages import ShardedModel, local
 
 PIECE = {"cuda": 16 << 20, "cpu": 2 << 20}  # elements updated at once
+ROOM = 0.9  # of the device's memory that offload.ratio: auto plans with; the rest is for fragments
+EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
 
 
 Place = tuple[int, tuple[int, ...], torch.dtype]  # offset in a blob, shape, type
@@ -69,6 +74,7 @@ class Piece:
 
     segments: list[Segment]
     page: Page
+    eager: bool = False
 
     @property
     def elements(self) -> int:
@@ -188,9 +194,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # --- stepping
 
-    def attach(self, sharded: ShardedModel, known: Take | None, accumulates: bool) -> None:
-        """Takes gradients as they are reduced; with `known` (told of each complete one) it also updates at once."""
+    def attach(self, sharded: ShardedModel, known: Take | None, accumulates: bool, eager: float) -> None:
+        """Takes gradients as they are reduced; with `known` (told of each complete one) it also updates at once.
+
+        `eager` is the share of the elements for which it does, the last in the order of the forward.
+        """
         self._sharded, self._known = sharded, known
+        left = eager * sum(p.elements for p in self.pieces) if known is not None else 0.0
+        for piece in reversed(self.pieces):
+            piece.eager, left = left > 0, left - piece.elements
         # What one rank computes in one micro-batch is in bf16 already: nothing is summed, so nothing is lost.
         if self.split and (accumulates or sharded.mesh.size() > 1):
             take_reduced_gradients(sharded.units, list(sharded.parameters.values()), self._take)
@@ -231,21 +243,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._order = []
         for piece in self._of[parameter]:
             self._left[piece] -= 1
-            if not self._left[piece]:
-                self._update_now(piece)
-        if all(not self._left[piece] for piece in self._of[parameter]):
-            self._forget(piece for piece in self._of[parameter])
+            if piece.eager and not self._left[piece]:
+                self.pager.begin()
+                self._update(piece, None)
+                self._order.append(piece)
+                del self._left[piece]
+                self._forget(piece)
 
-    def _update_now(self, piece: Piece) -> None:
-        self.pager.begin()
-        self._update(piece, None)
-        self._order.append(piece)
-
-    def _forget(self, pieces: Iterable[Piece]) -> None:
+    def _forget(self, updated: Piece) -> None:
         """Frees gradients that no piece waits for any more."""
         assert self._left is not None
-        for parameter in {s.parameter for piece in pieces for s in piece.segments}:
-            if not any(self._left[p] for p in self._of[parameter]):
+        for parameter in {s.parameter for s in updated.segments}:
+            if not any(p in self._left for p in self._of[parameter]):
                 self._gradients.pop(parameter, None)
                 parameter.grad = None
 
@@ -257,7 +266,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             order = self.pieces
             self.pager.expect([p.page for p in order])
         else:
-            order = [p for p in self.pieces if self._left[p]]
+            order = [p for p in self.pieces if p in self._left]
             self._order += order
         self.pager.begin()
         for piece in order:
@@ -393,10 +402,11 @@ def splits_masters(run: Run) -> bool:
     return run.offload.optimizer != "none" and run.precision == "bf16"
 
 
-def updates_eagerly(run: Run) -> bool:
-    """Whether parameters are updated during backward: asked for, or offloaded with nothing that forbids it."""
-    free = run.train.clip is None and run.precision != "fp16"
-    return run.train.in_backward or (run.offload.optimizer != "none" and free)
+def eager_share(run: Run) -> float:
+    """The share of the parameters updated during backward: all if asked for, some if offloaded and nothing forbids it."""
+    if run.train.in_backward:
+        return 1.0
+    return EAGER if run.offload.optimizer != "none" and run.train.clip is None and run.precision != "fp16" else 0.0
 
 
 def store_in_bf16(model: nn.Module) -> None:
@@ -410,7 +420,11 @@ def store_in_bf16(model: nn.Module) -> None:
 
 
 def offload_optimizer(
-    run: Run, sharded: ShardedModel, device: torch.device, disk: DiskFolder | None
+    run: Run,
+    sharded: ShardedModel,
+    device: torch.device,
+    disk: DiskFolder | None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> OffloadedOptimizer:
     """The optimizer that a run asks for, with its states off the device."""
     train = run.train
@@ -420,11 +434,41 @@ def offload_optimizer(
     kind: Kind = "8bit" if train.optimizer.endswith("8bit") else "4bit" if train.optimizer.endswith("4bit") else (
         train.optimizer_state)  # fmt: skip
     defaults = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
-    ratio = 1.0 if run.offload.ratio == "auto" else float(run.offload.ratio)
+    ratio = run.offload.ratio
+    if ratio == "auto":
+        ratio = fitting_ratio(run, sharded, device, kind)
+        say(f"offload.ratio: auto → {ratio:.2f} of the optimizer's states leave the device")
     return OffloadedOptimizer(
         decay_groups(sharded.parameters, train.weight_decay), dict(named), rule_of(train.optimizer, train.betas), kind,
-        defaults, device, ratio, disk, splits_masters(run),
+        defaults, device, float(ratio), disk, splits_masters(run),
     )  # fmt: skip
+
+
+def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: Kind) -> float:
+    """The least share of the states that must leave the device, by an estimate of what a step needs besides them."""
+    if device.type != "cuda":
+        return 0.0  # host memory is the device's own
+    elements = sum(local(p).numel() for p in sharded.parameters.values())
+    rule = rule_of(run.train.optimizer, run.train.betas)
+    state = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}[kind] * len(rule.states) + 2 * splits_masters(run)
+    micro = int(run.train.micro_batch_size)
+    lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and splits_masters(run)
+    gradients = (0 if run.train.in_backward else 2 if lean else 4) * elements
+    rings = (DEPTH * state + 24) * PIECE["cuda"]
+    used = torch.cuda.memory_allocated(device) + gradients + rings + activation_bytes(run, sharded)
+    room = ROOM * torch.cuda.get_device_properties(device).total_memory - used
+    return min(1.0, max(0.0, 1 - room / (state * elements)))
+
+
+def activation_bytes(run: Run, sharded: ShardedModel) -> float:
+    """About what the activations of one micro-batch take, logits and one gathered block included."""
+    config: Any = sharded.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    tokens = int(run.train.micro_batch_size) * run.data.sequence_length
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    block = tokens * (16 * config.hidden_size + 6 * inner)
+    blocks = config.num_hidden_layers * (block if run.recompute == "none" else 2 * tokens * config.hidden_size) + 2 * block
+    largest = max(sum(p.numel() for p in unit.parameters(recurse=True)) for unit in sharded.units[1:] or sharded.units)  # type: ignore[attr-defined]
+    return float(blocks + 14 * tokens * config.vocab_size + 12 * largest)
 
 
 def _home(piece: Piece) -> torch.Tensor:

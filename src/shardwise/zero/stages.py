@@ -88,8 +88,9 @@ class ShardedModel:
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm of sharded gradients taken together, the same on every rank."""
-        if gradients and gradients[0].dtype == torch.bfloat16:  # get_total_norm would add up in bf16
-            return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in map(local, gradients)]).norm()
+        if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
+            norms = [torch._foreach_norm([local(g).float()])[0] for g in gradients]
+            return torch.linalg.vector_norm(torch.stack(norms))
         norm = nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

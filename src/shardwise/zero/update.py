@@ -18,8 +18,8 @@ from shardwise.zero.stages import ShardedModel, local
 class Update:
     """Steps an optimizer over a sharded model's parameters.
 
-    `eager` updates during backward and frees each gradient at once; the norm is then known only afterwards, so there is
-    no clipping and no loss scale.
+    `eager` is the share of the parameters that is updated during backward, their gradients freed at once; the norm is
+    then known only afterwards, so there is no clipping and no loss scale. Only an offloaded optimizer tells 0.5 from 1.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Update:
         optimizer: torch.optim.Optimizer,
         scaler: Any,
         clip: float | None,
-        eager: bool,
+        eager: float,
         accumulates: bool = True,
     ) -> None:
         assert not (eager and (clip is not None or scaler.is_enabled())), "the config is checked before"
@@ -36,7 +36,7 @@ class Update:
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
         self._squares: list[torch.Tensor] = []
         if self._offloaded is not None:
-            self._offloaded.attach(sharded, self._known if eager else None, accumulates)
+            self._offloaded.attach(sharded, self._known if eager else None, accumulates, eager)
         elif eager:
             for parameter in sharded.parameters.values():
                 parameter.register_post_accumulate_grad_hook(self._step_one)
