@@ -53,10 +53,19 @@ class Codec(Protocol):
         """Writes the values into the parts; `offset` is the place of the first element in the whole parameter."""
         ...
 
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        """The parts (as [rows, …]) of rows top:bottom and columns left:right; left is a multiple of the block."""
+        ...
+
 
 def columns(shape: Sequence[int]) -> int:
     """Elements per row of a tensor seen as [rows, cols]."""
     return math.prod(shape[1:])
+
+
+def _cut(part: Tensor, per: int, top: int, bottom: int, left: int, right: int) -> Tensor:
+    """Rows and columns of a part with one number for `per` columns of the tensor."""
+    return part[top:bottom, left // per : -(-right // per)]
 
 
 def noise(like: Tensor, seed: int, offset: int) -> Tensor:
@@ -99,6 +108,9 @@ class Fp32:
         if value is not parts[""]:
             parts[""].copy_(value)
 
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        return {"": _cut(parts[""], 1, top, bottom, left, right)}
+
 
 class Bf16:
     """Half the bits, rounded stochastically."""
@@ -113,6 +125,9 @@ class Bf16:
         random = noise(value, seed, offset).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
         bits = value.view(torch.int32).add(random).bitwise_and_(-0x10000)
         parts[""].copy_(bits.view(torch.float32))
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        return {"": _cut(parts[""], 1, top, bottom, left, right)}
 
 
 @dataclass(frozen=True)
@@ -132,17 +147,24 @@ class Blockwise:
 
     @property
     def shift(self) -> int:
+        """How many of fp32's mantissa bits are dropped."""
         return 23 - self.mantissa
 
     @property
     def least(self) -> int:
-        """The fp32 bits, shifted, of the least level: `octaves` powers of two below 1, so that 1 has a code."""
-        octaves = self.top >> self.mantissa
-        return (127 - octaves) << self.mantissa
+        """The bits, shifted, of the fp32 number that code 0 stands for: the codes count up from there to below 2."""
+        return (127 - (self.top >> self.mantissa)) << self.mantissa
 
     @property
     def floor(self) -> float:
+        """That number; a sign's worth of codes is shifted down by it, so that code 0 is zero."""
         return float(2.0 ** -(self.top >> self.mantissa))
+
+    @property
+    def peak(self) -> float:
+        """What the largest code stands for, before the scale."""
+        steps = 1 << self.mantissa
+        return 1 + (steps - 1) / steps - (self.floor if self.signed else 0.0)
 
     def shapes(self, shape: Sequence[int]) -> Layout:
         rows, cols = shape[0], columns(shape)
@@ -167,7 +189,7 @@ class Blockwise:
     def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
         rows, cols = value.shape[0], columns(value.shape)
         blocks = self._blocks(value.reshape(rows, cols))
-        scales = (blocks.abs() if self.signed else blocks).amax(-1)
+        scales = (blocks.abs() if self.signed else blocks).amax(-1).div_(self.peak)
         parts["scales"].copy_(scales)
         x = blocks / scales.masked_fill(scales == 0, 1.0)[..., None]
         x = self._joined(x, rows, cols)
@@ -183,6 +205,11 @@ class Blockwise:
             minus = x.view(torch.int32).bitwise_right_shift_(31)  # -1 where negative, else 0
             codes = codes.bitwise_xor_(minus).sub_(minus)
         self._pack(codes, parts["codes"])
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        assert left % self.block == 0
+        per = {"codes": 8 // self.bits, "scales": self.block}
+        return {name: _cut(part, per[name], top, bottom, left, right) for name, part in parts.items()}
 
     def _blocks(self, value: Tensor) -> Tensor:
         """[rows, cols] as [rows, blocks, block]; padded where a row does not divide."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import weakref
 
 import torch
 
@@ -35,6 +36,8 @@ def host_buffer(size: int, device: torch.device) -> torch.Tensor:
         status = torch.cuda.cudart().cudaHostRegister(address, aligned(size), 0)
         if int(status) != 0:
             print(f"  host memory could not be page-locked ({status}): copies will be slow", file=sys.stderr)
+        else:  # before the address can be given to another mapping
+            weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, address)
     return buffer
 
 

@@ -30,9 +30,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.checkpoint.rows import Rows, outline
 from shardwise.config.schema import Run
+from shardwise.kernels.adamw import coded_adamw, split_adamw
 from shardwise.optim.adamw import decay_groups
-from shardwise.optim.codecs import Codec, Kind, codec_of, columns, mix, part_name
-from shardwise.optim.rules import Hyper, Rule, rule_of
+from shardwise.optim.codecs import FIRST, FP32, Codec, Kind, codec_of, columns, mix, part_name
+from shardwise.optim.rules import RULES, Hyper, Rule, rule_of
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.gradients import Take, take_reduced_gradients
 from shardwise.zero.host import aligned, host_buffers
@@ -40,7 +41,7 @@ from shardwise.zero.master import join, split_
 from shardwise.zero.paging import DEPTH, Page, Pager, Region
 from shardwise.zero.stages import ShardedModel, local
 
-PIECE = {"cuda": 16 << 20, "cpu": 2 << 20}  # elements updated at once
+PIECE = {"cuda": 32 << 20, "cpu": 2 << 20}  # elements updated at once
 ROOM = 0.9  # of the device's memory that offload.ratio: auto plans with; the rest is for fragments
 EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
 
@@ -310,17 +311,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         rows = gradient[segment.start : segment.stop]
         if rows.is_cuda:
             gradient.record_stream(self.pager.work)
-        rows = rows.float() if scale is None else rows.float() * scale
-        high = segment.high
-        master = join(high, _view(blob, segment.low, high.shape, torch.int16)) if self.split else high
-        stored = {s: {k: _view(blob, *place) for k, place in parts.items()} for s, parts in segment.parts.items()}
-        states = {s: [segment.codecs[s].decode(parts, high.shape)] for s, parts in stored.items()}
-        group = segment.group
+        high, group = segment.high, segment.group
         hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps)
-        self.rule([master], [rows], states, hyper)
+        if self.split and self.rule is RULES["adamw"] and segment.codecs["exp_avg"] is FP32:
+            mean, square = (_view(blob, *segment.parts[s][""]) for s in self.rule.states)
+            low = _view(blob, segment.low, high.shape, torch.int16)
+            split_adamw(high, low, rows, mean, square, scale, hyper)
+            return
         offset = (segment.start + segment.first) * columns(high.shape)
-        for index, (state, parts) in enumerate(stored.items()):
-            seed = mix(self.steps, zlib.crc32(segment.name.encode()), index)
+        seeds = [mix(self.steps, zlib.crc32(segment.name.encode()), i) for i in range(len(self.rule.states))]
+        stored = {s: {k: _view(blob, *place) for k, place in parts.items()} for s, parts in segment.parts.items()}
+        if self.rule is RULES["adamw"] and segment.codecs["exp_avg"] is FIRST["8bit"] and coded_adamw(
+            high, _view(blob, segment.low, high.shape, torch.int16) if self.split else None, rows,
+            stored["exp_avg"], stored["exp_avg_sq"], scale, hyper, (seeds[0], seeds[1]), offset,
+        ):  # fmt: skip
+            return
+        rows = rows.float() if scale is None else rows.float() * scale
+        master = join(high, _view(blob, segment.low, high.shape, torch.int16)) if self.split else high
+        states = {s: [segment.codecs[s].decode(parts, high.shape)] for s, parts in stored.items()}
+        self.rule([master], [rows], states, hyper)
+        for seed, (state, parts) in zip(seeds, stored.items(), strict=True):
             segment.codecs[state].encode(states[state][0], parts, seed, offset)
         if self.split:
             split_(master, high, _view(blob, segment.low, high.shape, torch.int16))
@@ -466,7 +476,9 @@ def activation_bytes(run: Run, sharded: ShardedModel) -> float:
     tokens = int(run.train.micro_batch_size) * run.data.sequence_length
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     block = tokens * (16 * config.hidden_size + 6 * inner)
-    blocks = config.num_hidden_layers * (block if run.recompute == "none" else 2 * tokens * config.hidden_size) + 2 * block
+    blocks = (
+        config.num_hidden_layers * (block if run.recompute == "none" else 2 * tokens * config.hidden_size) + 2 * block
+    )
     largest = max(sum(p.numel() for p in unit.parameters(recurse=True)) for unit in sharded.units[1:] or sharded.units)  # type: ignore[attr-defined]
     return float(blocks + 14 * tokens * config.vocab_size + 12 * largest)
 
