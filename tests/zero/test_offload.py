@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import scenarios
 from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
@@ -44,6 +43,8 @@ CASES = [
     (1, 2, "fp32", 0.5, "cpu"), (2, 1, "fp32", 0.5, "cpu"), (2, 3, "fp32", None, "cpu"),
     (2, 2, "bf16", 0.5, "cpu"), (2, 3, "bf16", None, "cpu"), (2, 3, "fp16", 0.5, "cpu"),
     (1, 2, "fp32", None, "disk"), (2, 3, "fp32", 0.5, "disk"), (2, 3, "bf16", None, "disk"),
+    (2, 3, "fp32", 0.5, "cpu+cpu"), (1, 3, "fp32", None, "disk+disk"), (2, 3, "bf16", 0.5, "disk+disk"),
+    (2, 3, "fp32", 0.5, "cpu+disk"), (2, 3, "bf16", None, "disk+cpu"),
 ]  # fmt: skip
 
 
@@ -52,9 +53,11 @@ def test_offloaded_equals_plain(
     ranks: int, stage: int, precision: str, clip: float | None, where: str, plain: Any, tmp_path: Path,
     cpu_precision_env: dict[str, str],
 ) -> None:  # fmt: skip
+    optimizer, parameters = where.split("+") if "+" in where else (where, "none")
     run = tiny_run(
-        tmp_path, precision=precision, parallel__zero=stage, train__clip=clip, train__steps=6, offload__optimizer=where
-    )
+        tmp_path, precision=precision, parallel__zero=stage, train__clip=clip, train__steps=6,
+        offload__optimizer=optimizer, offload__parameters=parameters,
+    )  # fmt: skip
     results = run_ranks(scenarios.train, ranks, run, env=cpu_precision_env)
     found = worst(results[0], plain(ranks, stage, precision, clip))
     print(f"\n{where} {precision}, {ranks} ranks, stage {stage}, clip {clip}: {found:.1e}")

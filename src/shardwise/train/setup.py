@@ -25,7 +25,10 @@ from shardwise.train.selfcheck import check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
 from shardwise.zero.disk import DiskFolder
-from shardwise.zero.offload import OffloadedOptimizer, eager_share, offload_optimizer, splits_masters, store_in_bf16
+from shardwise.zero.entries import masters
+from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
+from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.update import Update
 
@@ -63,17 +66,20 @@ def build_model(job: Job, world: World) -> ShardedModel:
         for _, block in blocks:
             block.forward = torch.compile(block.forward)  # inside of the hooks of sharding and recomputation
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision)
-    materialise(model, world.device)
+    if run.offload.parameters == "none":
+        materialise(model, world.device)
+    else:
+        stub_out(model, world.device)
     model.train()
     return ShardedModel(model, run.parallel.zero, world.mesh)
 
 
-def fill_model(job: Job, sharded: ShardedModel, masters: Mapping[str, Rows]) -> None:
+def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
     """The model's first values, from its files or fresh; those of split parameters go through their masters."""
     if job.source.weights is not None:
-        load_weights(sharded.model, job.source.weights, masters)
+        load_weights(sharded.model, job.source.weights, through)
     else:
-        fill_random(sharded.model, job.source, job.run.train.seed, masters)
+        fill_random(sharded.model, job.source, job.run.train.seed, through)
 
 
 def build_optimizer(
@@ -83,7 +89,8 @@ def build_optimizer(
     run = job.run
     if run.offload.optimizer == "none":
         return adamw.build_optimizer(sharded.parameters, run.train)
-    disk = DiskFolder(job.offload_folder, world.rank) if run.offload.optimizer == "disk" else None
+    uses_disk = "disk" in (run.offload.optimizer, run.offload.parameters)
+    disk = DiskFolder(job.offload_folder, world.rank) if uses_disk else None
     return offload_optimizer(run, sharded, world.device, disk, say)
 
 
@@ -93,7 +100,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     status.set("loading the model")
     sharded = build_model(job, world)
     optimizer = build_optimizer(job, world, sharded, say)
-    fill_model(job, sharded, optimizer.masters() if isinstance(optimizer, OffloadedOptimizer) else {})
+    fill_model(job, sharded, masters(optimizer) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings

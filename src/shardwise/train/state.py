@@ -16,6 +16,7 @@ import torch
 
 from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
 from shardwise.models.build import class_name
+from shardwise.zero.entries import entries
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.stages import ShardedModel
 
@@ -47,7 +48,7 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     persistent = set(sharded.model.state_dict().keys())
     result |= {f"model.{n}": b for n, b in sharded.model.named_buffers() if n in persistent}
     if isinstance(optimizer, OffloadedOptimizer):
-        return result | optimizer.entries()
+        return result | entries(optimizer)
     for name, parameter in sharded.parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             result[f"optimizer.{name}.{key}"] = value

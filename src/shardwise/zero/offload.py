@@ -1,92 +1,43 @@
 """The optimizer's states off the device: ZeRO-Offload and ZeRO-Infinity's optimizer, whole or in part.
 
 [Note: where the step runs] The states live in host memory or in files, but the update is computed on the device: pieces
-of state stream in, are updated, and stream out (paging.py). An H200's bus moves 51 GiB/s in each direction at once,
-16 host cores update 4 G parameters/s; AdamW's 10 bytes per parameter and direction make the stream 1.4 times as fast
-as the cores, 8-bit moments 3.4 times, it leaves the host's cores and memory bus to others, and the arithmetic is the
-very same as without offload, to the bit. On a CPU device, host memory is used in place.
+of state stream in, are updated, and stream out (paging.py). An H200's bus moves 50 GB/s in each direction at once, 16
+host cores update 4 G parameters/s; AdamW's 10 bytes per parameter and direction make the stream 1.25 times as fast as
+the cores, 8-bit moments 3 times, it leaves the host's cores and memory bus to others, and the arithmetic is the same as
+without offload. On a CPU device, host memory is used in place.
 
-[Note: overlap] An update may begin when its gradient is known, and must end before its unit's next forward. With clipping
-the gradient is known when the norm is, after backward: pieces are then streamed in the order of the forward, each unit's
-forward waits for its own pieces only, and the rest goes on beside it. Without clipping (or loss scale) a piece may
-start when its gradients are reduced, during backward (`eager`). Of those only the last in the order of the forward do, a
-share of EAGER, whose streaming backward can hide; the first ones would queue up behind them just when the next forward
-waits for them, so they are left to the step, in the forward's order. Where gradients must be freed during backward
-(train.in_backward), all are eager.
+[Note: overlap] An update may begin when its gradient is known, and must end before its unit's next forward. With
+clipping the gradient is known when the norm is, after backward: pieces are then streamed in the order of the forward,
+each unit's forward waits for its own pieces only, and the rest goes on beside it. Without clipping (or loss scale) a
+piece may start when its gradients are reduced, during backward (`eager`). Of those only the last in the order of the
+forward do, a share of EAGER, whose streaming backward can hide; the first ones would queue up behind them just when the
+next forward waits for them, so they are left to the step, in the forward's order. Where gradients must be freed during
+backward (train.in_backward), all are eager.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardwise.checkpoint.rows import Rows, outline
-from shardwise.config.schema import Run
 from shardwise.kernels.adamw import coded_adamw, split_adamw
-from shardwise.optim.adamw import decay_groups
-from shardwise.optim.codecs import FIRST, FP32, Codec, Kind, codec_of, columns, mix, part_name
-from shardwise.optim.rules import RULES, Hyper, Rule, rule_of
+from shardwise.optim.codecs import FIRST, FP32, Kind, mix
+from shardwise.optim.rules import RULES, Hyper, Rule
 from shardwise.zero.disk import DiskFolder
-from shardwise.zero.gradients import Take, take_reduced_gradients
+from shardwise.zero.gradients import GradientShelf, Take, take_gradients
 from shardwise.zero.host import aligned, host_buffers
 from shardwise.zero.master import join, split_
-from shardwise.zero.paging import DEPTH, Page, Pager, Region
+from shardwise.zero.paging import Page, Pager, Region
+from shardwise.zero.pieces import Piece, Segment, at, cut, lay_out
+from shardwise.zero.shelf import Shelf
 from shardwise.zero.stages import ShardedModel, local
 
 PIECE = {"cuda": 32 << 20, "cpu": 2 << 20}  # elements updated at once
-ROOM = 0.9  # of the device's memory that offload.ratio: auto plans with; the rest is for fragments
-EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
-
-
-Place = tuple[int, tuple[int, ...], torch.dtype]  # offset in a blob, shape, type
-
-
-@dataclass
-class Segment:
-    """Rows of one parameter's shard, and where their states lie in the piece's blob."""
-
-    name: str
-    parameter: nn.Parameter
-    group: dict[str, Any]
-    first: int  # row of the whole parameter at which this rank's shard begins
-    start: int
-    stop: int
-    codecs: dict[str, Codec]
-    low: int | None = None  # offset of the master's low half
-    parts: dict[str, dict[str, Place]] = field(default_factory=dict)
-
-    @property
-    def high(self) -> torch.Tensor:
-        """The rows of the parameter itself."""
-        return local(self.parameter)[self.start : self.stop]
-
-
-@dataclass(eq=False)
-class Piece:
-    """Segments that are updated together: one blob of state."""
-
-    segments: list[Segment]
-    page: Page
-    eager: bool = False
-
-    @property
-    def elements(self) -> int:
-        return sum(s.high.numel() for s in self.segments)
-
-
-def first_row(tensor: torch.Tensor) -> int:
-    """The row of the whole tensor at which this rank's part begins."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    return int(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1][0])
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -94,7 +45,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     `order` lists the parameters by unit in the order of the forward; the first `1 - ratio` of the elements keep
     their states on the device, because a forward waits for the first pieces longest. `split` keeps masters in two
-    halves (master.py): the parameters are bf16, the low halves are state.
+    halves (master.py): the parameters are bf16, the low halves are state. `shelf` holds the parameters if they are
+    off the device too; their gradients then are as well.
     """
 
     def __init__(
@@ -105,53 +57,41 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         kind: Kind,
         defaults: dict[str, Any],
         device: torch.device,
-        ratio: float,
-        disk: DiskFolder | None,
-        split: bool,
+        ratio: float = 1.0,
+        disk: DiskFolder | None = None,
+        split: bool = False,
+        shelf: Shelf | None = None,
+        shelf_disk: DiskFolder | None = None,
         piece: int | None = None,
     ) -> None:
         super().__init__(groups, defaults)
-        self.rule, self.device, self.split, self.steps = rule, device, split, 0
-        self._names = {p: n for n, p in order.items()}
-        self.pieces = self._cut(order, kind, piece or PIECE[device.type])
+        self.rule, self.device, self.split, self.shelf, self.steps = rule, device, split, shelf, 0
+        self.names = {p: n for n, p in order.items()}
+        self.pieces = cut(order, self.param_groups, rule.states, kind, piece or PIECE[device.type])
+        self.of: dict[nn.Parameter, list[Piece]] = {}
+        for made in self.pieces:
+            for parameter in dict.fromkeys(s.parameter for s in made.segments):
+                self.of.setdefault(parameter, []).append(made)
         self._house(ratio, disk)
+        self._shelved = GradientShelf(self.pieces, device, shelf_disk) if (
+            shelf is not None and (shelf_disk is not None or device.type == "cuda")) else None  # fmt: skip
+        if shelf is not None:
+            for made in self.pieces:
+                self._add_shelved_regions(made, shelf)
         self.pager = Pager(device, [p.page for p in self.pieces])
-        self._of = self._pieces_of()
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._order = list(self.pieces)  # in which pieces were last updated
         self._left: dict[Piece, int] | None = None  # gradients that pieces still wait for, during an eager step
         self._known: Take | None = None
 
-    # --- making
-
-    def _cut(self, order: Mapping[str, nn.Parameter], kind: Kind, limit: int) -> list[Piece]:
-        group_of = {p: g for g in self.param_groups for p in g["params"]}
-        pieces: list[Piece] = []
-        room = 0
-        for name, parameter in order.items():
-            if parameter not in group_of:
-                continue
-            codecs = {state: codec_of(kind, state, parameter.shape) for state in self.rule.states}
-            rows, first = local(parameter).shape[0], first_row(parameter)
-            # Whole multiples of 64 rows where a parameter is divided, so that ranges stay aligned in every type.
-            step = max(64, limit // columns(parameter.shape) // 64 * 64)
-            for start in range(0, rows, step):
-                segment = Segment(name, parameter, group_of[parameter], first, start, min(start + step, rows), codecs)
-                if room < segment.high.numel() or not pieces:
-                    pieces.append(Piece([], Page([])))
-                    room = limit
-                pieces[-1].segments.append(segment)
-                room -= segment.high.numel()
-        return pieces
-
     def _house(self, ratio: float, disk: DiskFolder | None) -> None:
-        sizes = [self._lay_out(p) for p in self.pieces]
+        """Gives every piece's blob its home."""
+        sizes = [lay_out(p, self.rule.states, self.split) for p in self.pieces]
         total, kept, resident = sum(p.elements for p in self.pieces), 0, 0
         for piece in self.pieces:  # the first ones stay
             if kept + piece.elements > total * (1 - ratio) + 0.5:
                 break
             kept, resident = kept + piece.elements, resident + 1
-        self.share_off = 1 - kept / max(1, total)
         for piece, size in zip(self.pieces[:resident], sizes, strict=False):
             piece.page.regions.append(Region(size, torch.zeros(size, dtype=torch.uint8, device=self.device)))
         away, lengths = self.pieces[resident:], sizes[resident:]
@@ -159,41 +99,31 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for piece, buffer in zip(away, host_buffers(lengths, self.device), strict=True):
                 piece.page.regions.append(Region(buffer.numel(), buffer))
             return
-        file, at = disk.create("optimizer.bin", sum(aligned(s) for s in lengths)), 0
+        file, here = disk.create("optimizer.bin", sum(aligned(s) for s in lengths)), 0
         for piece, size in zip(away, lengths, strict=True):
-            piece.page.regions.append(Region(size, file=file, offset=at))
-            at += aligned(size)
+            piece.page.regions.append(Region(size, file=file, offset=here))
+            here += aligned(size)
 
-    def _lay_out(self, piece: Piece) -> int:
-        """Gives every part of every state its place in the blob; returns the blob's size."""
-        at = 0
-
-        def place(shape: Sequence[int], dtype: torch.dtype) -> int:
-            nonlocal at
-            here, at = at, at + aligned(torch.Size(shape).numel() * dtype.itemsize, 64)
-            return here
-
+    def _add_shelved_regions(self, piece: Piece, shelf: Shelf) -> None:
+        """After the blob: for each segment its rows of the parameter and, if they are off the device, its gradient."""
         for segment in piece.segments:
-            shape = segment.high.shape
-            if self.split:
-                segment.low = place(shape, torch.int16)
-            for state in self.rule.states:
-                segment.parts[state] = {
-                    part: (place(size, dtype), size, dtype)
-                    for part, (size, dtype) in segment.codecs[state].shapes(shape).items()
-                }
-        return at
+            piece.page.regions.append(shelf.region(segment.parameter, segment.start, segment.stop))
+            shelf.changed_by(segment.parameter, piece.page)
+            if self._shelved is not None:
+                piece.page.regions.append(self._shelved.region(segment))
 
-    def _pieces_of(self) -> dict[nn.Parameter, list[Piece]]:
-        found: dict[nn.Parameter, list[Piece]] = {}
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes of host memory and of device memory that the states and the buffers for paging take."""
+        result = dict(self.pager.held)
         for piece in self.pieces:
-            for segment in piece.segments:
-                pieces = found.setdefault(segment.parameter, [])
-                if piece not in pieces:
-                    pieces.append(piece)
-        return found
+            buffer = piece.page.regions[0].buffer
+            if buffer is not None:
+                result["host" if buffer.device.type == "cpu" else "device"] += buffer.numel()
+        result["host"] += (self.shelf.held if self.shelf else 0) + (self._shelved.held if self._shelved else 0)
+        return result
 
-    # --- stepping
+    # --- gradients
 
     def attach(self, sharded: ShardedModel, known: Take | None, accumulates: bool, eager: float) -> None:
         """Takes gradients as they are reduced; with `known` (told of each complete one) it also updates at once.
@@ -204,11 +134,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         left = eager * sum(p.elements for p in self.pieces) if known is not None else 0.0
         for piece in reversed(self.pieces):
             piece.eager, left = left > 0, left - piece.elements
+        parameters = list(sharded.parameters.values())
         # What one rank computes in one micro-batch is in bf16 already: nothing is summed, so nothing is lost.
-        if self.split and (accumulates or sharded.mesh.size() > 1):
-            take_reduced_gradients(sharded.units, list(sharded.parameters.values()), self._take)
+        exact = self.split and (accumulates or sharded.mesh.size() > 1)
+        if exact or self._shelved is not None:
+            take_gradients(sharded.units, parameters, self._take, exact)
         elif known is not None:
-            for parameter in sharded.parameters.values():
+            for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._at_hand)
         if self.device.type == "cuda":
             self._wait_before_use(sharded.units)
@@ -217,35 +149,50 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The gradient of this step so far: what was handed over, or what lies at the parameter."""
         return self._gradients.get(parameter, parameter.grad)
 
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of this step that are on the device, in the model's order (norms add up in it)."""
+        found = [self.gradient(p) for p in self._sharded.parameters.values()]
+        return [g for g in found if g is not None]
+
+    def norm(self) -> torch.Tensor:
+        """The norm of the gradients, wherever they are, the same on every rank."""
+        if self._shelved is not None:
+            return self._shelved.norm(self._sharded)
+        return self._sharded.norm(self.gradients())
+
     def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self._shelved is not None:
+            final = self._shelved.add(parameter, local(gradient), self._sharded.last)
+            if self._known is not None and self._sharded.last:
+                self._complete(parameter, final)
+            return
         held = self._gradients.get(parameter)
         if held is None:
-            self._gradients[parameter] = gradient
+            self._gradients[parameter] = held = gradient
         else:
             local(held).add_(local(gradient))
         if self._known is not None and self._sharded.last:
-            self._complete(parameter)
+            self._complete(parameter, held)
 
     def _at_hand(self, parameter: torch.Tensor) -> None:
         if self._sharded.last:
-            assert isinstance(parameter, nn.Parameter)
-            self._complete(parameter)
+            assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+            self._complete(parameter, parameter.grad)
 
     @torch.no_grad()
-    def _complete(self, parameter: nn.Parameter) -> None:
+    def _complete(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Eagerly: this gradient is the step's; pieces that lacked only this are updated."""
-        gradient = self.gradient(parameter)
-        assert self._known is not None and gradient is not None
+        assert self._known is not None
         self._known(parameter, gradient)
         if self._left is None:
             self.steps += 1
             self._left = {piece: len({s.parameter for s in piece.segments}) for piece in self.pieces}
             self.pager.expect([p.page for p in self._order])
             self._order = []
-        for piece in self._of[parameter]:
+        for piece in self.of.get(parameter, []):
             self._left[piece] -= 1
             if piece.eager and not self._left[piece]:
-                self.pager.begin()
+                self._begin()
                 self._update(piece, None)
                 self._order.append(piece)
                 del self._left[piece]
@@ -255,9 +202,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Frees gradients that no piece waits for any more."""
         assert self._left is not None
         for parameter in {s.parameter for s in updated.segments}:
-            if not any(p in self._left for p in self._of[parameter]):
+            if not any(p in self._left for p in self.of[parameter]):
                 self._gradients.pop(parameter, None)
                 parameter.grad = None
+
+    # --- stepping
 
     @torch.no_grad()
     def step(self, closure: Any = None, scale: torch.Tensor | None = None) -> None:  # type: ignore[override]
@@ -269,11 +218,75 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         else:
             order = [p for p in self.pieces if p in self._left]
             self._order += order
-        self.pager.begin()
+        self._begin()
         for piece in order:
             self._update(piece, scale)
         self._gradients.clear()
         self._left = None
+        if self._shelved is not None:
+            self._shelved.clear()
+        if self.shelf is not None:
+            self.shelf.renew()
+
+    def _begin(self) -> None:
+        if self._shelved is not None:
+            self._shelved.settle()
+        self.pager.begin(self._shelved.stream if self._shelved is not None else None)
+
+    def _update(self, piece: Piece, scale: torch.Tensor | None) -> None:
+        with self.pager.opened(piece.page) as regions:
+            blob, rest = regions[0], iter(regions[1:])
+            for segment in piece.segments:
+                high = (
+                    self._rows_of(segment) if self.shelf is None else _as(next(rest), segment, segment.parameter.dtype)
+                )
+                if self._shelved is not None:
+                    known = segment.parameter in self._shelved.seen
+                    gradient = _as(next(rest), segment, torch.float32)
+                    self._update_segment(segment, blob, high, gradient, scale) if known else None
+                elif (whole := self.gradient(segment.parameter)) is not None:
+                    if whole.is_cuda:
+                        local(whole).record_stream(self.pager.work)
+                    rows = local(whole)[segment.start : segment.stop]
+                    self._update_segment(segment, blob, high, rows, scale)
+
+    def _rows_of(self, segment: Segment) -> torch.Tensor:
+        return local(segment.parameter)[segment.start : segment.stop]
+
+    def _update_segment(
+        self,
+        segment: Segment,
+        blob: torch.Tensor,
+        high: torch.Tensor,
+        gradient: torch.Tensor,
+        scale: torch.Tensor | None,
+    ) -> None:
+        group, codecs = segment.group, segment.codecs
+        hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps)
+        stored = {s: {k: at(blob, place) for k, place in parts.items()} for s, parts in segment.parts.items()}
+        low = at(blob, segment.low) if self.split else None
+        seeds = [mix(self.steps, zlib.crc32(segment.name.encode()), i) for i in range(len(stored))]
+        if self.rule is RULES["adamw"]:
+            mean, square = stored["exp_avg"], stored["exp_avg_sq"]
+            if low is not None and codecs["exp_avg"] is FP32:
+                split_adamw(high, low, gradient, mean[""], square[""], scale, hyper)
+                return
+            if codecs["exp_avg"] is FIRST["8bit"] and coded_adamw(
+                high, low, gradient, mean, square, scale, hyper, (seeds[0], seeds[1]), segment.offset
+            ):
+                return
+        gradient = gradient.float() if scale is None else gradient.float() * scale
+        master = high if low is None else join(high, low)
+        states = {s: [codecs[s].decode(parts, segment.shape)] for s, parts in stored.items()}
+        self.rule([master], [gradient], states, hyper)
+        for seed, (state, parts) in zip(seeds, stored.items(), strict=True):
+            codecs[state].encode(states[state][0], parts, seed, segment.offset)
+        if low is not None:
+            split_(master, high, low)
+
+    def finish(self) -> None:
+        """Returns when the parameters and all states are up to date where they live."""
+        self.pager.finish()
 
     def _wait_before_use(self, units: Sequence[FSDPModule]) -> None:
         """Lets the forward of each unit wait for the updates of its own parameters, and no others."""
@@ -283,14 +296,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             owner |= dict.fromkeys(unit.parameters(), unit)
         pages: dict[nn.Module, list[Page]] = {}
         for parameter, unit in owner.items():
-            pages.setdefault(unit, []).extend(p.page for p in self._of.get(parameter, []))
+            pages.setdefault(unit, []).extend(p.page for p in self.of.get(parameter, []))
 
         def wait(unit: nn.Module, args: Any) -> None:
             streams = [torch.cuda.current_stream(self.device)]
             context = getattr(unit._get_fsdp_state(), "_comm_ctx", None)  # type: ignore[operator]
-            streams += [
-                s for n in ("all_gather_copy_in_stream", "all_gather_stream") if (s := getattr(context, n, None))
-            ]
+            names = ("all_gather_copy_in_stream", "all_gather_stream")
+            streams += [s for name in names if (s := getattr(context, name, None)) is not None]
             for page in pages[unit]:
                 for stream in streams if page.done is not None else []:
                     stream.wait_event(page.done)
@@ -298,215 +310,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for unit in pages:
             unit.register_forward_pre_hook(wait, prepend=True)
 
-    def _update(self, piece: Piece, scale: torch.Tensor | None) -> None:
-        with self.pager.opened(piece.page) as regions:
-            for segment in piece.segments:
-                gradient = self.gradient(segment.parameter)
-                if gradient is not None:
-                    self._update_segment(segment, regions[0], local(gradient), scale)
 
-    def _update_segment(
-        self, segment: Segment, blob: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor | None
-    ) -> None:
-        rows = gradient[segment.start : segment.stop]
-        if rows.is_cuda:
-            gradient.record_stream(self.pager.work)
-        high, group = segment.high, segment.group
-        hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps)
-        if self.split and self.rule is RULES["adamw"] and segment.codecs["exp_avg"] is FP32:
-            mean, square = (_view(blob, *segment.parts[s][""]) for s in self.rule.states)
-            low = _view(blob, segment.low, high.shape, torch.int16)
-            split_adamw(high, low, rows, mean, square, scale, hyper)
-            return
-        offset = (segment.start + segment.first) * columns(high.shape)
-        seeds = [mix(self.steps, zlib.crc32(segment.name.encode()), i) for i in range(len(self.rule.states))]
-        stored = {s: {k: _view(blob, *place) for k, place in parts.items()} for s, parts in segment.parts.items()}
-        if self.rule is RULES["adamw"] and segment.codecs["exp_avg"] is FIRST["8bit"] and coded_adamw(
-            high, _view(blob, segment.low, high.shape, torch.int16) if self.split else None, rows,
-            stored["exp_avg"], stored["exp_avg_sq"], scale, hyper, (seeds[0], seeds[1]), offset,
-        ):  # fmt: skip
-            return
-        rows = rows.float() if scale is None else rows.float() * scale
-        master = join(high, _view(blob, segment.low, high.shape, torch.int16)) if self.split else high
-        states = {s: [segment.codecs[s].decode(parts, high.shape)] for s, parts in stored.items()}
-        self.rule([master], [rows], states, hyper)
-        for seed, (state, parts) in zip(seeds, stored.items(), strict=True):
-            segment.codecs[state].encode(states[state][0], parts, seed, offset)
-        if self.split:
-            split_(master, high, _view(blob, segment.low, high.shape, torch.int16))
-
-    def finish(self) -> None:
-        """Returns when the parameters and all states are up to date where they live."""
-        self.pager.finish()
-
-    # --- checkpoints
-
-    def entries(self) -> dict[str, Any]:
-        """Every state by name, as `optimizer.<parameter>.<state>`, and the masters that are split, as `model.<…>`."""
-        self.finish()
-        found: dict[str, Any] = {}
-        for parameter, pieces in self._of.items():
-            name = self._names[parameter]
-            segments = [(p, s) for p in pieces for s in p.segments if s.parameter is parameter]
-            found[f"optimizer.{name}.step"] = self._step_entry(parameter)
-            if self.split:
-                found[f"model.{name}"] = self._master_rows(parameter, segments)
-            for state in self.rule.states:
-                for part, (_, _, dtype) in segments[0][1].parts[state].items():
-                    found[f"optimizer.{name}.{part_name(state, part)}"] = self._rows(
-                        parameter, segments, state, part, dtype
-                    )
-        return found
-
-    def _step_entry(self, parameter: nn.Parameter) -> Rows:
-        def write(start: int, value: torch.Tensor) -> None:
-            self.steps = int(value)
-
-        return Rows(torch.zeros(()), lambda: torch.tensor(float(self.steps)), write)
-
-    def _rows(
-        self, parameter: nn.Parameter, segments: list[tuple[Piece, Segment]], state: str, part: str, dtype: torch.dtype
-    ) -> Rows:
-        def view(piece: Piece, segment: Segment) -> torch.Tensor:
-            return _view(_home(piece), *segment.parts[state][part])
-
-        def read() -> torch.Tensor:
-            return torch.cat([view(p, s).cpu() for p, s in segments])
-
-        def write(start: int, rows: torch.Tensor) -> None:
-            for piece, segment, (target, source) in _overlaps(segments, start, rows):
-                view(piece, segment)[target].copy_(rows[source])
-
-        whole, mine = (
-            next(size for key, (size, _) in segments[0][1].codecs[state].shapes(shape).items() if key == part)
-            for shape in (parameter.shape, local(parameter).shape)
-        )
-        return Rows(outline(parameter, whole, mine, dtype), read, write)
-
-    def _master_rows(self, parameter: nn.Parameter, segments: list[tuple[Piece, Segment]]) -> Rows:
-        def read() -> torch.Tensor:
-            halves = [(s.high, _view(_home(p), s.low, s.high.shape, torch.int16)) for p, s in segments]
-            return torch.cat([join(high.cpu(), low.cpu()) for high, low in halves])
-
-        def write(start: int, rows: torch.Tensor) -> None:
-            for piece, segment, (target, source) in _overlaps(segments, start, rows):
-                high, low = segment.high, _view(_home(piece), segment.low, segment.high.shape, torch.int16)
-                part = rows[source].float().clone()
-                upper, lower = torch.empty_like(part, dtype=high.dtype), torch.empty_like(part, dtype=torch.int16)
-                split_(part, upper, lower)
-                high[target].copy_(upper)
-                low[target].copy_(lower)
-
-        mine = tuple(local(parameter).shape)
-        return Rows(outline(parameter, tuple(parameter.shape), mine, torch.float32), read, write)
-
-    def masters(self) -> dict[str, Rows]:
-        """Where the values of split parameters are to be written when the model is filled."""
-        if not self.split:
-            return {}
-        return {n.removeprefix("model."): r for n, r in self.entries().items() if n.startswith("model.")}
-
-
-def splits_masters(run: Run) -> bool:
-    """Whether parameters are kept in bf16 with the low half of their masters among the optimizer's states."""
-    return run.offload.optimizer != "none" and run.precision == "bf16"
-
-
-def eager_share(run: Run) -> float:
-    """The share of the parameters updated during backward: all if asked for, some if offloaded and nothing forbids it."""
-    if run.train.in_backward:
-        return 1.0
-    return EAGER if run.offload.optimizer != "none" and run.train.clip is None and run.precision != "fp16" else 0.0
-
-
-def store_in_bf16(model: nn.Module) -> None:
-    """Turns the parameters of a model on `meta` into bf16 ones; buffers stay as they are."""
-    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                new = nn.Parameter(parameter.detach().to(torch.bfloat16), parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), new)
-
-
-def offload_optimizer(
-    run: Run,
-    sharded: ShardedModel,
-    device: torch.device,
-    disk: DiskFolder | None,
-    say: Callable[[str], None] = lambda _: None,
-) -> OffloadedOptimizer:
-    """The optimizer that a run asks for, with its states off the device."""
-    train = run.train
-    blocks = {id(p) for unit in sharded.units[1:] for p in unit.parameters()}  # type: ignore[attr-defined]
-    # The root's own parameters (embedding, head) are gathered at the start of the forward: they come first.
-    named = sorted(sharded.parameters.items(), key=lambda item: id(item[1]) in blocks)
-    kind: Kind = "8bit" if train.optimizer.endswith("8bit") else "4bit" if train.optimizer.endswith("4bit") else (
-        train.optimizer_state)  # fmt: skip
-    defaults = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
-    ratio = run.offload.ratio
-    if ratio == "auto":
-        ratio = fitting_ratio(run, sharded, device, kind)
-        say(f"offload.ratio: auto → {ratio:.2f} of the optimizer's states leave the device")
-    return OffloadedOptimizer(
-        decay_groups(sharded.parameters, train.weight_decay), dict(named), rule_of(train.optimizer, train.betas), kind,
-        defaults, device, float(ratio), disk, splits_masters(run),
-    )  # fmt: skip
-
-
-def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: Kind) -> float:
-    """The least share of the states that must leave the device, by an estimate of what a step needs besides them."""
-    if device.type != "cuda":
-        return 0.0  # host memory is the device's own
-    elements = sum(local(p).numel() for p in sharded.parameters.values())
-    rule = rule_of(run.train.optimizer, run.train.betas)
-    state = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}[kind] * len(rule.states) + 2 * splits_masters(run)
-    micro = int(run.train.micro_batch_size)
-    lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and splits_masters(run)
-    gradients = (0 if run.train.in_backward else 2 if lean else 4) * elements
-    rings = (DEPTH * state + 24) * PIECE["cuda"]
-    used = torch.cuda.memory_allocated(device) + gradients + rings + activation_bytes(run, sharded)
-    room = ROOM * torch.cuda.get_device_properties(device).total_memory - used
-    return min(1.0, max(0.0, 1 - room / (state * elements)))
-
-
-def activation_bytes(run: Run, sharded: ShardedModel) -> float:
-    """About what the activations of one micro-batch take, logits and one gathered block included."""
-    config: Any = sharded.model.config.get_text_config()  # type: ignore[operator, union-attr]
-    tokens = int(run.train.micro_batch_size) * run.data.sequence_length
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    block = tokens * (16 * config.hidden_size + 6 * inner)
-    blocks = (
-        config.num_hidden_layers * (block if run.recompute == "none" else 2 * tokens * config.hidden_size) + 2 * block
-    )
-    largest = max(sum(p.numel() for p in unit.parameters(recurse=True)) for unit in sharded.units[1:] or sharded.units)  # type: ignore[attr-defined]
-    return float(blocks + 14 * tokens * config.vocab_size + 12 * largest)
-
-
-def _home(piece: Piece) -> torch.Tensor:
-    """The blob where it lives."""
-    region = piece.page.regions[0]
-    if region.buffer is not None:
-        return region.buffer
-    assert region.file is not None
-    return region.file.mapped(region.offset, region.size)
-
-
-def _overlaps(
-    segments: list[tuple[Piece, Segment]], start: int, rows: torch.Tensor
-) -> Iterator[tuple[Piece, Segment, tuple[slice, slice]]]:
-    """The segments that rows from `start` on fall into: rows of the segment, and of those given."""
-    stop = start + len(rows)
-    for piece, segment in segments:
-        low, high = max(start, segment.start), min(stop, segment.stop)
-        if low < high:
-            yield (
-                piece, segment,
-                (slice(low - segment.start, high - segment.start), slice(low - start, high - start)),
-            )  # fmt: skip
-
-
-def _view(blob: torch.Tensor, offset: int | None, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    assert offset is not None
-    size = torch.Size(shape)
-    return blob[offset : offset + size.numel() * dtype.itemsize].view(dtype).view(size)
+def _as(region: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+    return region.view(dtype).view(segment.shape)

@@ -44,7 +44,8 @@ class Page:
     """The regions of a piece and, once it was opened, when its last update is done."""
 
     regions: list[Region]
-    done: Any = None  # a CUDA event
+    done: Any = None  # a CUDA event: it is updated, on the device
+    home: Any = None  # a CUDA event: its changes are in host memory
     writes: list[Transfer] = field(default_factory=list)  # to its files, under way
 
     def settle(self) -> None:
@@ -91,10 +92,12 @@ class Pager:
         """Bytes of the rings, by where they lie."""
         return {"host": sum(s.buffer.numel() for s in self._host), "device": sum(s.buffer.numel() for s in self._ring)}
 
-    def begin(self) -> None:
-        """The work of this thread's current stream comes before what is paged from now on."""
+    def begin(self, other: Any = None) -> None:
+        """The work of this thread's current stream (and another) comes before what is paged from now on."""
         if self.cuda:
             self.work.wait_stream(torch.cuda.current_stream(self.device))
+            if other is not None:
+                self._in.wait_stream(other)
 
     def expect(self, pages: Sequence[Page]) -> None:
         """The order in which pages will be opened; reads of the first ones start now."""
@@ -136,7 +139,7 @@ class Pager:
                 if region.changes and not region.on(self.device):
                     home = region.buffer if region.buffer is not None else self._part(host, page, index)
                     home.copy_(tensor, non_blocking=True)
-        slot.event = self._out.record_event()
+        slot.event = page.home = self._out.record_event()
         self._write(page, host, slot.event)
 
     def finish(self) -> None:

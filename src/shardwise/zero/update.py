@@ -52,8 +52,7 @@ class Update:
             norm = self.sharded.clip(self.clip)
             self.scaler.step(self.optimizer)
         else:
-            gradients = [self._offloaded.gradient(p) for p in self.sharded.parameters.values()]
-            norm = self.sharded.norm([g for g in gradients if g is not None])
+            norm = self._offloaded.norm()
             scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-6), max=1.0)
             self.scaler.step(self.optimizer, scale=scale)
         self.scaler.update()
