@@ -1,4 +1,7 @@
-"""From job to the loop's parts, in one visible order: build → recompute → shard → fill → check → optimizer → resume."""
+"""From job to the loop's parts, in one visible order.
+
+build → recompute → activations → shard → fill → check → optimizer → resume
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_a
 from shardwise.data.loader import Loader
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
+from shardwise.observe.breakdown import OFF, Timer, timer_for
+from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim.adamw import build_optimizer
 from shardwise.parallel.mesh import World
@@ -23,6 +28,7 @@ from shardwise.train.objective import CausalObjective, Objective
 from shardwise.train.selfcheck import check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
+from shardwise.zero.activations import place_inputs
 from shardwise.zero.stages import ShardedModel, shard_model
 
 
@@ -42,9 +48,10 @@ class Parts:
     position: Position
     meter: Meter
     status: Status
+    timer: Timer = OFF
 
 
-def build_model(job: Job, world: World) -> ShardedModel:
+def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     """The model, sharded and filled; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
@@ -52,7 +59,10 @@ def build_model(job: Job, world: World) -> ShardedModel:
     if run.recompute == "full":
         for _, block in blocks:
             recompute(block)
-    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision)
+    if run.offload.activations == "cpu":
+        place_inputs(blocks, host=True, timer=timer)
+    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
+    watch_collectives(model, timer)
     materialise(model, world.device)
     if source.weights is not None:
         load_weights(model, source.weights)
@@ -66,7 +76,8 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     """Builds, checks and, where there is a checkpoint, resumes."""
     run = job.run
     status.set("loading the model")
-    sharded = build_model(job, world)
+    timer = timer_for(world.device, run.log.breakdown, run.log.comms)
+    sharded = build_model(job, world, timer)
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -93,7 +104,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     meter = _meter(job, world, model, position)
     return Parts(
         job, world, sharded, CausalObjective(model), optimizer, scaler, job.loader(), job.eval_loader(), store,
-        position, meter, status,
+        position, meter, status, timer,
     )  # fmt: skip
 
 
