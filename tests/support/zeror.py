@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 import torch
-from support.scenarios import batch_of, parts_of
 from torch import nn
+
+from support.scenarios import batch_of, parts_of
 
 
 def tiny_model(config: dict[str, Any], device: str = "cpu") -> Any:

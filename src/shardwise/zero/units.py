@@ -38,14 +38,16 @@ def choose_units(
     units: list[Unit] = []
     together: list[tuple[str, nn.Module]] = []
     for name, block in blocks:
-        units += _divide(parts, name, block, bucket)
-        if not parts.free(block):
-            continue
-        fits = parts.bytes_of([block, *(module for _, module in together)]) <= bucket
-        if together and not (fits and name.rpartition(".")[0] == together[0][0].rpartition(".")[0]):
+        near = bool(together) and name.rpartition(".")[0] == together[0][0].rpartition(".")[0]
+        if together and not (near and parts.bytes_of([block, *(module for _, module in together)]) <= bucket):
             units.append(parts.take(together))
             together = []
-        together.append((name, block))
+        if parts.bytes_of([block]) <= bucket:
+            together.append((name, block))
+            continue
+        units += _divide(parts, name, block, bucket)
+        if parts.free(block):
+            units.append(parts.take([(name, block)]))
     if together:
         units.append(parts.take(together))
     units += _divide(parts, "", model, bucket)
