@@ -158,7 +158,7 @@ class Shared(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         extra = self.first(x)
-        mask = torch.ones(x.shape[0], x.shape[1])
+        mask = torch.ones_like(x)  # as large as an activation, but off the path of the gradient
         for layer in self.layers:
             x = layer(x, extra, mask)
         return x
@@ -171,3 +171,18 @@ class Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor, extra: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return x + (self.a(x) * self.b(extra).sigmoid()) * mask
+
+
+def own_loop_breakdown(config: dict[str, Any]) -> dict[str, Any]:
+    """A user's loop of two updates of two micro-batches, after one that is not looked at."""
+    import shardwise
+    from support.tiny import LLAMA
+
+    engine = shardwise.initialize(tiny_model(LLAMA), config=config | {"accumulate": 2})
+    for index in range(6):
+        if index == 2:
+            engine.breakdown()
+        ids = torch.randint(0, 515, (2, 32), generator=torch.Generator().manual_seed(index))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    return engine.breakdown()
