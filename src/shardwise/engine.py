@@ -62,13 +62,13 @@ class Engine:
         shard_model(
             model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
         )
-        watch_collectives(model, self.timer)
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
         self.grad_norm: torch.Tensor | None = None
+        watch_collectives(model, self.timer)
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -80,8 +80,9 @@ class Engine:
         device = self.world.device
         args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
         kwargs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-        if torch.is_grad_enabled() and self.module.training:
-            self.sharded.prepare_micro_batch(self.is_last_micro_batch)
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self.module(*args, **kwargs)
+        self.sharded.prepare_micro_batch(self.is_last_micro_batch)
         with self.timer.region("forward"):
             return self.module(*args, **kwargs)
 

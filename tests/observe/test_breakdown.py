@@ -50,12 +50,15 @@ def test_bandwidths() -> None:
     """The message over time, and what each link sees in a ring: (n-1)/n of a gather, twice that of an all-reduce."""
     window = Window(steps=1)
     timer = Timer(CPU)
+    with timer.collective("all_gather", 10, 4, part="gather"):
+        pass  # before any step: an evaluation's, which is no part of training
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         timer._settled("gather", (kind, 8_000_000_000, 4), 2.0)
     timer._settled("reduce", ("all_reduce", 500, 2), 1.0)
     timer._settled("reduce", ("all_reduce", 500, 2), 1.0)
     window.add(timer.flush(1))
     log = window.comms()
+    assert log["all_gather"]["calls"] == 1
     assert log["all_gather"]["algorithm_gb_per_second"] == 4 and log["all_gather"]["bus_gb_per_second"] == 3
     assert log["reduce_scatter"]["bus_gb_per_second"] == 3 and log["all_to_all"]["bus_gb_per_second"] == 4
     assert log["all_reduce/4"]["bus_gb_per_second"] == 6 and log["all_reduce/2"]["calls"] == 2

@@ -101,7 +101,7 @@ class Timer:
     def collective(self, kind: str, size: int, ranks: int, part: str) -> AbstractContextManager[Any]:
         """Around one collective on the current stream: `size` is its message in bytes, `part` where its time counts."""
         if ranks == 1:
-            return nullcontext()
+            return _NOTHING
         return _Span(self, part, (kind, size, ranks))
 
     def flush(self, steps: int) -> Window:
@@ -134,6 +134,11 @@ class Timer:
         while self._pending and self._pending[0].settle(wait=False):
             self._pending.popleft()
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a step has begun since the last flush: what evaluation and checks gather is no part of training."""
+        return self._began is not None
+
     def _settled(self, name: str, call: tuple[str, int, int] | None, seconds: float) -> None:
         window = self._window
         window.seconds[name] = window.seconds.get(name, 0.0) + seconds
@@ -156,9 +161,11 @@ class _Span:
     def __enter__(self) -> None:
         if self._name in PARTS:
             self._timer._start()
-        self._begin = self._now()
+        self._begin = self._now() if self._timer.is_inside else None
 
     def __exit__(self, *_: object) -> None:
+        if self._begin is None:
+            return
         self._end = self._now()
         if self._timer._cuda:
             self._timer._pending.append(self)

@@ -30,6 +30,7 @@ from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
 from shardwise.zero.activations import place_inputs
 from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.units import explain_divided
 
 
 @dataclass
@@ -62,7 +63,6 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     if run.offload.activations == "cpu":
         place_inputs(blocks, host=True, timer=timer)
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
-    watch_collectives(model, timer)
     materialise(model, world.device)
     if source.weights is not None:
         load_weights(model, source.weights)
@@ -81,7 +81,8 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
-    check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
+    with explain_divided(run.parallel.bucket):
+        check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
     optimizer = build_optimizer(sharded.parameters, run.train)
     scaler = torch.amp.GradScaler(world.device.type, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
@@ -102,6 +103,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
         else:
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
     meter = _meter(job, world, model, position)
+    watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
         job, world, sharded, CausalObjective(model), optimizer, scaler, job.loader(), job.eval_loader(), store,
         position, meter, status, timer,

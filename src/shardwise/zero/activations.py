@@ -30,6 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.errors import UserError
 from shardwise.observe.breakdown import OFF, Timer
 
+# torch 2.13 has a new name for it and warns of the old one, which is all that 2.11 has.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SMALL = 4096  # bytes; scalars such as running auxiliary losses stay where they are
 
 
@@ -124,7 +126,7 @@ class BlockInputs:
         assert self._group is not None
         whole = part.new_empty(part.numel() * self._group.size())
         with self._timer.collective("all_gather", whole.nbytes, self._group.size(), part="gather"):
-            dist.all_gather_into_tensor(whole, part, group=self._group)
+            all_gather(whole, part, group=self._group)
         return whole
 
 

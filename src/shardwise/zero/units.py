@@ -12,9 +12,12 @@ Neighbouring blocks that fit into one bucket together are one unit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
+
+from shardwise.errors import UserError
 
 REDUCE_BYTES = 4  # gradients are reduced in fp32, whatever the compute type
 
@@ -64,6 +67,18 @@ def describe_units(units: list[Unit], bucket: int) -> str:
         more = f" and {len(over) - 3} more" if len(over) > 3 else ""
         text += f"; over it, because one module cannot be divided: {named}{more}"
     return text
+
+
+@contextmanager
+def explain_divided(bucket: int | None) -> Iterator[None]:
+    """Around a first forward: a module that reaches for another's parameters finds shards where it was divided."""
+    try:
+        yield
+    except RuntimeError as error:
+        if bucket is None or "DTensor" not in str(error):
+            raise
+        problem = "a module of this model uses parameters of another without calling it, so it cannot be divided so far"
+        raise UserError("parallel.bucket", bucket, problem, "use a larger bucket, or leave it out") from error
 
 
 class _Parts:
