@@ -11,13 +11,15 @@ from torch import nn
 from support.scenarios import batch_of, parts_of
 
 
-def tiny_model(config: dict[str, Any], device: str = "cpu") -> Any:
+def tiny_model(config: dict[str, Any], device: str = "cpu", attention: str = "eager") -> Any:
     """The same fresh model on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    built = AutoConfig.for_model(values.pop("model_type"), **values)
+    # Plain attention: the fused kernels of a GPU do not repeat to the bit.
+    model = AutoModelForCausalLM.from_config(built, attn_implementation=attention)
     model.config.use_cache = False
     return model.to(device)
 
@@ -186,3 +188,37 @@ def own_loop_breakdown(config: dict[str, Any]) -> dict[str, Any]:
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
     return engine.breakdown()
+
+
+def host_inputs_cost(depth: int = 16, batch: int = 4, length: int = 4096, width: int = 2048) -> dict[str, Any]:
+    """On a GPU, in bf16: peak memory and time of a step with block inputs on the device, and on the host."""
+    from torch.distributed._composable import checkpoint as recompute
+
+    from shardwise.models.build import find_blocks
+    from shardwise.zero.activations import place_inputs
+
+    config = dict(model_type="llama", hidden_size=width, intermediate_size=5632, num_hidden_layers=depth,
+                  num_attention_heads=16, num_key_value_heads=16, vocab_size=2048)  # fmt: skip
+    ids = torch.randint(0, 2048, (batch, length), device="cuda")
+    result: dict[str, Any] = {"inputs": depth * batch * length * width * 2}
+    for kind in ("device", "host"):
+        model = tiny_model(config, "cuda", "sdpa").bfloat16()
+        blocks = find_blocks(model)
+        for _, block in blocks:
+            recompute(block)
+        if kind == "host":
+            place_inputs(blocks, host=True)
+        times = []
+        for step in range(10):
+            if step == 3:
+                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+            model.zero_grad()
+        result[kind] = {"seconds": sorted(times[3:])[3], "peak": torch.cuda.max_memory_allocated()}
+        del model, blocks
+        torch.cuda.empty_cache()
+    return result

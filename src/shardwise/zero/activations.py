@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -139,6 +138,7 @@ class _Kept:
         self.whole: torch.Tensor | None = None
         self.near: torch.Tensor | None = None
         self.far: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None  # which `far` lies in
         self.left: torch.cuda.Event | None = None  # the copy to the host is done
         self.arrived: torch.cuda.Event | None = None  # the copy from the host is done
         self.stream: torch.cuda.Stream | None = None  # where it is computed with
@@ -155,17 +155,17 @@ class _Host:
 
     def __init__(self, timer: Timer) -> None:
         self._timer = timer
-        self._free: defaultdict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+        self._free: list[tuple[torch.Tensor, Any]] = []  # bytes, and the event after which they may be overwritten
         self._out: torch.cuda.Stream | None = None
         self._in: torch.cuda.Stream | None = None
         self._leaving: _Kept | None = None
 
     def put(self, kept: _Kept, part: torch.Tensor) -> None:
         """Sends a slice to the host."""
-        buffers = self._free[(kept.numel, kept.dtype)]
-        cuda = part.device.type == "cuda"
-        far, idle = buffers.pop() if buffers else (torch.empty(kept.numel, dtype=kept.dtype, pin_memory=cuda), None)
-        kept.far, kept.host = far, self
+        cuda, size = part.device.type == "cuda", kept.numel * kept.dtype.itemsize
+        kept.buffer, idle = self._take(size, cuda)
+        kept.far = far = kept.buffer[:size].view(kept.dtype)
+        kept.host = self
         if not cuda:
             with self._timer.region("offload"):
                 far.copy_(part)
@@ -182,6 +182,20 @@ class _Host:
         if (leaving := self._leaving) is not None:
             self._release(leaving, current)
         kept.near, self._leaving = part, kept
+
+    def _take(self, size: int, pin: bool) -> tuple[torch.Tensor, Any]:
+        """The smallest free buffer that is large enough, else a new one.
+
+        Batches differ in length, so buffers must serve many sizes: a new one takes the place of the smallest. PyTorch
+        rounds pinned memory up to a power of two; asking for that much lets more inputs share it.
+        """
+        fitting = [i for i, (buffer, _) in enumerate(self._free) if buffer.numel() >= size]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda i: self._free[i][0].numel()))
+        if self._free:
+            self._free.pop(min(range(len(self._free)), key=lambda i: self._free[i][0].numel()))
+        size = 1 << (size - 1).bit_length() if pin else size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pin), None
 
     def _release(self, leaving: _Kept, stream: torch.cuda.Stream) -> None:
         """Lets go of an input whose copy has had a block's time: what reuses its memory comes after the copy."""
@@ -224,11 +238,11 @@ class _Host:
 
     def drop(self, kept: _Kept) -> None:
         """An input that nobody needs any more: its buffer serves another."""
-        if kept.far is None:
+        if kept.buffer is None:
             return
         if kept.near is not None and kept.arrived is not None and kept.stream is not None:  # fetched for nothing
             kept.stream.wait_event(kept.arrived)
-        self._free[(kept.numel, kept.dtype)].append((kept.far, kept.arrived or kept.left))
+        self._free.append((kept.buffer, kept.arrived or kept.left))
 
 
 class _Around:
