@@ -102,7 +102,7 @@ def bucket_run(run: dict[str, Any], steps: int = 3) -> dict[str, Any]:
             parts.sharded.clip(0.5)
             parts.optimizer.step()
             parts.optimizer.zero_grad()
-    groups = {id(m._get_fsdp_state()) for m in parts.sharded._units}
+    groups = {id(m._get_fsdp_state()) for m in parts.sharded.units}
     final = {n: p.to_local().clone() for n, p in parts.sharded.parameters.items()}
     return {"losses": losses, "largest": largest.bytes, "units": len(groups), "final": final}
 

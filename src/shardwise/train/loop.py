@@ -70,11 +70,7 @@ def fit(parts: Parts) -> Outcome:
 
             summed = accumulate(parts, batch)
             with parts.timer.region("step"):
-                parts.scaler.unscale_(parts.optimizer)
-                norm = parts.sharded.clip(run.train.clip)
-                parts.scaler.step(parts.optimizer)
-                parts.scaler.update()
-                parts.optimizer.zero_grad()
+                norm = parts.update()
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
             position.tokens += batch.tokens

@@ -38,7 +38,12 @@ class ShardedModel:
     def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
         self.model, self.stage, self.mesh = model, stage, mesh
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.last = True  # whether the optimizer steps after the micro-batch under way
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
 
     @property
     def data_parallel_size(self) -> int:
@@ -46,7 +51,7 @@ class ShardedModel:
 
     def prepare_micro_batch(self, last: bool) -> None:
         """Before the forward of each micro-batch; `last` is the one before the optimizer step."""
-        root = self._root
+        root, self.last = self._root, last
         if self.stage <= 1:
             root.set_requires_gradient_sync(last)
         else:
@@ -67,17 +72,21 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Frees every gathered parameter, so that the module holds the optimizer's own tensors again."""
-        for unit in self._units:
+        for unit in self.units:
             unit.reshard()
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """The global gradient norm, on the device; gradients are scaled down to max_norm if they exceed it."""
         parameters = list(self.parameters.values())
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self.norm([p.grad for p in parameters if p.grad is not None])
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of sharded gradients taken together, the same on every rank."""
+        norm = nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @property
     def _root(self) -> FSDPModule:
