@@ -18,6 +18,7 @@ from shardwise.config.units import (
     Positive,
     Share,
     Size,
+    SomeSize,
     Span,
     Whole,
     is_quantity,
@@ -192,9 +193,8 @@ class Parallel(Section):
     )
     quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
     quantize_gradients: bool = Field(default=False, description="qgZ: reduce the gradients as int4")
-    bucket: Size | None = Field(
+    bucket: SomeSize | None = Field(
         default=None,
-        ge=1,
         description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB: blocks are divided "
         "or joined to suit; default: one block at a time",
     )
