@@ -28,6 +28,8 @@ from shardwise.config.schema import Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks
+from shardwise.observe.breakdown import timer_for
+from shardwise.observe.comms import watch_collectives
 from shardwise.optim.adamw import decay_groups
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
@@ -46,6 +48,7 @@ class EngineConfig(Section):
     )
     weight_decay: Number = Field(0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own")
     timeout: Duration = Field(600.0, gt=0, description="longest wait for another rank")
+    breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
 
 
 class Engine:
@@ -55,13 +58,17 @@ class Engine:
         self.config, self.world = config, world
         before = dict(model.named_parameters())
         model.to(world.device)
-        shard_model(model, find_blocks(model), world.mesh, config.parallel.zero, config.precision)
+        self.timer = timer_for(world.device, config.breakdown, config.breakdown)
+        shard_model(
+            model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
+        )
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
-        self.updates, self._micro, self._inside = 0, 0, False
+        self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
         self.grad_norm: torch.Tensor | None = None
+        watch_collectives(model, self.timer)
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -73,14 +80,17 @@ class Engine:
         device = self.world.device
         args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
         kwargs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-        if torch.is_grad_enabled() and self.module.training:
-            self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        return self.module(*args, **kwargs)
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self.module(*args, **kwargs)
+        self.sharded.prepare_micro_batch(self.is_last_micro_batch)
+        with self.timer.region("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this micro-batch's gradient: the mean of `loss` over ranks and the micro-batches of an update."""
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        self.scaler.scale(loss / self.config.accumulate).backward()
+        with self.timer.region("backward"):
+            self.scaler.scale(loss / self.config.accumulate).backward()
         self._inside = True
 
     def step(self) -> bool:
@@ -91,13 +101,22 @@ class Engine:
         if self._micro < self.config.accumulate:
             return False
         self._micro = 0
-        self.scaler.unscale_(self.optimizer)
-        self.grad_norm = self.sharded.clip(self.config.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        with self.timer.region("step"):
+            self.scaler.unscale_(self.optimizer)
+            self.grad_norm = self.sharded.clip(self.config.clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
         self.updates += 1
         return True
+
+    def breakdown(self) -> dict[str, Any]:
+        """Seconds per update in each part, and what each kind of collective moved, since the last call of this."""
+        if not self.timer.on:
+            raise UserError("config.breakdown", False, "nothing was measured", "initialize with breakdown: True")
+        window = self.timer.flush(self.updates - self._told)
+        self._told = self.updates
+        return {"updates": window.steps, "seconds": window.breakdown(), "comms": window.comms()}
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode; leaving evaluation puts the shards back."""

@@ -59,6 +59,7 @@ def resolve_machine(run: Run) -> Resolution:
     _resolve_backend(result, gpus, ranks)
     _resolve_precision(result)
     _check_parallel(result.run, ranks)
+    _check_activations(result.run)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -153,6 +154,12 @@ def _check_parallel(run: Run, ranks: int) -> None:
         fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
         problem = f"batch_size {batch} on {ranks} ranks is {per_rank} sequences per rank, not a multiple of it"
         raise UserError("train.micro_batch_size", micro, problem, f"use one of {fits[:12]}")
+
+
+def _check_activations(run: Run) -> None:
+    if run.offload.activations != "none" and run.recompute != "full":
+        problem = f"moves what recomputation keeps, but recompute is {run.recompute}"
+        raise UserError("offload.activations", run.offload.activations, problem, "add recompute: full")
 
 
 def _resolve_micro_batch(result: Resolution, ranks: int) -> None:

@@ -18,6 +18,7 @@ from shardwise.config.units import (
     Positive,
     Share,
     Size,
+    SomeSize,
     Span,
     Whole,
     is_quantity,
@@ -192,8 +193,10 @@ class Parallel(Section):
     )
     quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
     quantize_gradients: bool = Field(default=False, description="qgZ: reduce the gradients as int4")
-    bucket: Size | None = Field(
-        default=None, ge=1, description="largest gather or reduce buffer, e.g. 200MB; default: one block at a time"
+    bucket: SomeSize | None = Field(
+        default=None,
+        description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB: blocks are divided "
+        "or joined to suit; default: one block at a time",
     )
 
 
@@ -207,7 +210,7 @@ class Offload(Section):
         default="none", description="where the shards of the parameters live; stage 3 only"
     )
     activations: Literal["none", "cpu"] = Field(
-        default="none", description="where the inputs of recomputed blocks wait for backward"
+        default="none", description="where the inputs of recomputed blocks wait for backward; needs recompute: full"
     )
     ratio: Literal["auto"] | Share = Field(
         default=1.0, description="share of the optimizer's states that leaves the device; auto = what does not fit"

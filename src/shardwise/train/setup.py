@@ -1,4 +1,7 @@
-"""From job to the loop's parts, in one visible order: build → recompute → compile → shard → optimizer → fill → check → resume."""
+"""From job to the loop's parts, in one visible order.
+
+build → recompute → activations → compile → shard → optimizer → fill → check → resume
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_a
 from shardwise.data.loader import Loader
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
+from shardwise.observe.breakdown import OFF, Timer, timer_for
+from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim import adamw
 from shardwise.parallel.mesh import World
@@ -24,12 +29,14 @@ from shardwise.train.objective import CausalObjective, Objective
 from shardwise.train.selfcheck import check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
+from shardwise.zero.activations import place_inputs
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
 from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.units import explain_divided
 from shardwise.zero.update import Update
 
 
@@ -50,9 +57,10 @@ class Parts:
     position: Position
     meter: Meter
     status: Status
+    timer: Timer = OFF
 
 
-def build_model(job: Job, world: World) -> ShardedModel:
+def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
@@ -62,10 +70,12 @@ def build_model(job: Job, world: World) -> ShardedModel:
     if run.recompute == "full":
         for _, block in blocks:
             recompute(block)
+    if run.offload.activations == "cpu":
+        place_inputs(blocks, host=True, timer=timer)
     if run.compile:
         for _, block in blocks:
             block.forward = torch.compile(block.forward)  # inside of the hooks of sharding and recomputation
-    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision)
+    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
     if run.offload.parameters == "none":
         materialise(model, world.device)
     else:
@@ -98,13 +108,15 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     """Builds, checks and, where there is a checkpoint, resumes."""
     run = job.run
     status.set("loading the model")
-    sharded = build_model(job, world)
+    timer = timer_for(world.device, run.log.breakdown, run.log.comms)
+    sharded = build_model(job, world, timer)
     optimizer = build_optimizer(job, world, sharded, say)
     fill_model(job, sharded, masters(optimizer) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
-    check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
+    with explain_divided(run.parallel.bucket):
+        check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -126,9 +138,10 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     meter = _meter(job, world, model, position)
+    watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
         job, world, sharded, CausalObjective(model), optimizer, scaler, update, job.loader(), job.eval_loader(), store,
-        position, meter, status,
+        position, meter, status, timer,
     )  # fmt: skip
 
 

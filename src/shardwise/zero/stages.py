@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.zero.units import choose_units
+
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -106,12 +108,13 @@ def shard_model(
     mesh: DeviceMesh,
     stage: int,
     precision: str,
+    bucket: int | None = None,
 ) -> None:
-    """Divides each block, then the rest, over the mesh; works on `meta`, where it takes no memory."""
+    """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory."""
     compute = COMPUTE[precision]
     policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
     options: dict[str, Any] = {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
-    for unit in [*(block for _, block in blocks), model]:
-        fully_shard(unit, **options)
+    for unit in choose_units(model, blocks, bucket, mesh.size(1)):
+        fully_shard(list(unit.modules) if len(unit.modules) > 1 else unit.modules[0], **options)
