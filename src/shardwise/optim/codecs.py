@@ -31,6 +31,8 @@ from torch import Tensor
 BLOCK = 128
 SMALLEST = 4096  # elements below which coding saves nothing worth the noise
 
+SIGN = -(2**31)  # the sign bit
+
 Kind = Literal["fp32", "bf16", "8bit", "4bit"]
 Parts = dict[str, Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -62,9 +64,9 @@ def noise(like: Tensor, seed: int, offset: int) -> Tensor:
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
     # Multiplication wraps; >> on a signed type drags the sign along, hence the masks.
     x = x.add_(_int32(offset)).mul_(_int32(0x9E3779B1)).add_(_int32(seed))
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x ^= torch.bitwise_right_shift(x, 16).bitwise_and_(0xFFFF)
     x.mul_(_int32(0x85EBCA6B))
-    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x ^= torch.bitwise_right_shift(x, 13).bitwise_and_(0x7FFFF)
     return x.mul_(_int32(0xC2B2AE35))
 
 
@@ -108,7 +110,7 @@ class Bf16:
         return parts[""].float()
 
     def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
-        random = (noise(value, seed, offset) >> 16).bitwise_and_(0xFFFF)
+        random = noise(value, seed, offset).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
         bits = value.view(torch.int32).add(random).bitwise_and_(-0x10000)
         parts[""].copy_(bits.view(torch.float32))
 
@@ -153,10 +155,11 @@ class Blockwise:
         rows, cols = shape[0], columns(shape)
         codes = self._unpacked(parts["codes"], rows, cols)
         if self.signed:
-            size = codes.abs().add_(self.least).bitwise_left_shift_(self.shift).view(torch.float32).sub_(self.floor)
-            value = size.mul_(codes.sign())
-        else:
-            value = codes.add_(self.least).bitwise_left_shift_(self.shift).view(torch.float32)
+            signs = codes.bitwise_and(SIGN)
+            codes = codes.abs_()
+        value = codes.add_(self.least).bitwise_left_shift_(self.shift).view(torch.float32)
+        if self.signed:
+            value.sub_(self.floor).view(torch.int32).bitwise_or_(signs)
         blocks = self._blocks(value)
         blocks.mul_(parts["scales"][..., None])
         return self._joined(blocks, rows, cols).view(tuple(shape))
@@ -164,19 +167,21 @@ class Blockwise:
     def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
         rows, cols = value.shape[0], columns(value.shape)
         blocks = self._blocks(value.reshape(rows, cols))
-        scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=-1)
+        scales = (blocks.abs() if self.signed else blocks).amax(-1)
         parts["scales"].copy_(scales)
         x = blocks / scales.masked_fill(scales == 0, 1.0)[..., None]
         x = self._joined(x, rows, cols)
         size = x.abs().add_(self.floor) if self.signed else x.clamp_min(self.floor)
         bits = size.view(torch.int32)
         if self.stochastic:
-            bits.add_((noise(bits, seed, offset) >> 9).bitwise_and_((1 << 23) - 1) >> self.mantissa)
+            random = noise(bits, seed, offset).bitwise_right_shift_(32 - self.shift)
+            bits.add_(random.bitwise_and_((1 << self.shift) - 1))
         else:
             bits.add_(1 << (self.shift - 1))
         codes = bits.bitwise_right_shift_(self.shift).sub_(self.least).clamp_(0, self.top)
         if self.signed:
-            codes = codes.mul_(x.sign().to(torch.int32))
+            minus = x.view(torch.int32).bitwise_right_shift_(31)  # -1 where negative, else 0
+            codes = codes.bitwise_xor_(minus).sub_(minus)
         self._pack(codes, parts["codes"])
 
     def _blocks(self, value: Tensor) -> Tensor:

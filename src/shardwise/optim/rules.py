@@ -1,13 +1,12 @@
 """Update rules that look at one element at a time: plain functions on lists of fp32 tensors, in place.
 
-They know nothing of shards, storage or devices, so that every owner of states (on the device, on the host, in files) runs
-the same arithmetic. Weight decay is decoupled in all of them (each step shrinks the weight by rate × decay), so that
-`train.weight_decay` means the same whichever is chosen.
+They know nothing of shards, storage or devices, so that every owner of states (on the device, on the host, in files)
+runs the same arithmetic. Weight decay is decoupled in all of them (each step shrinks the weight by rate × decay), so
+that `train.weight_decay` means the same whichever is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +38,7 @@ class Rule(Protocol):
 class AdamW:
     """The operator behind torch.optim.AdamW(fused=True), hence bit-equal to it."""
 
-    states = ("exp_avg", "exp_avg_sq")
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __call__(self, params: list[Tensor], grads: list[Tensor], states: States, hyper: Hyper) -> None:
         if not params:
@@ -65,7 +64,7 @@ class AdamW:
 class Lion:
     """Moves every element by the rate, in the direction of the sign of a mean of gradients."""
 
-    states = ("exp_avg",)
+    states: tuple[str, ...] = ("exp_avg",)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor], states: States, hyper: Hyper) -> None:
         if not params:
@@ -81,7 +80,7 @@ class Lion:
 class Momentum:
     """Stochastic gradient descent with heavy-ball momentum betas[0]; betas[1] and eps play no part."""
 
-    states = ("momentum_buffer",)
+    states: tuple[str, ...] = ("momentum_buffer",)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor], states: States, hyper: Hyper) -> None:
         if not params:
@@ -105,7 +104,7 @@ class Descent:
         torch._foreach_add_(params, grads, alpha=-hyper.lr)
 
 
-def _decay(params: Sequence[Tensor], hyper: Hyper) -> None:
+def _decay(params: list[Tensor], hyper: Hyper) -> None:
     if hyper.weight_decay:
         torch._foreach_mul_(params, 1 - hyper.lr * hyper.weight_decay)
 
