@@ -28,7 +28,7 @@ from shardwise.config.schema import Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks
-from shardwise.optim.adamw import decay_groups
+from shardwise.optim.build import decay_groups
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
 from shardwise.zero.stages import ShardedModel, shard_model

@@ -53,10 +53,19 @@ class Codec(Protocol):
         """Writes the values into the parts; `offset` is the place of the first element in the whole parameter."""
         ...
 
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        """The parts (as [rows, …]) of rows top:bottom and columns left:right; left is a multiple of the block."""
+        ...
+
 
 def columns(shape: Sequence[int]) -> int:
     """Elements per row of a tensor seen as [rows, cols]."""
     return math.prod(shape[1:])
+
+
+def _cut(part: Tensor, per: int, top: int, bottom: int, left: int, right: int) -> Tensor:
+    """Rows and columns of a part with one number for `per` columns of the tensor."""
+    return part[top:bottom, left // per : -(-right // per)]
 
 
 def noise(like: Tensor, seed: int, offset: int) -> Tensor:
@@ -99,6 +108,9 @@ class Fp32:
         if value is not parts[""]:
             parts[""].copy_(value)
 
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        return {"": _cut(parts[""], 1, top, bottom, left, right)}
+
 
 class Bf16:
     """Half the bits, rounded stochastically."""
@@ -113,6 +125,9 @@ class Bf16:
         random = noise(value, seed, offset).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
         bits = value.view(torch.int32).add(random).bitwise_and_(-0x10000)
         parts[""].copy_(bits.view(torch.float32))
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        return {"": _cut(parts[""], 1, top, bottom, left, right)}
 
 
 @dataclass(frozen=True)
@@ -183,6 +198,11 @@ class Blockwise:
             minus = x.view(torch.int32).bitwise_right_shift_(31)  # -1 where negative, else 0
             codes = codes.bitwise_xor_(minus).sub_(minus)
         self._pack(codes, parts["codes"])
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        assert left % self.block == 0
+        per = {"codes": 8 // self.bits, "scales": self.block}
+        return {name: _cut(part, per[name], top, bottom, left, right) for name, part in parts.items()}
 
     def _blocks(self, value: Tensor) -> Tensor:
         """[rows, cols] as [rows, blocks, block]; padded where a row does not divide."""

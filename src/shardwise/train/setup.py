@@ -14,7 +14,7 @@ from shardwise.data.loader import Loader
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
 from shardwise.observe.hardware import flops_per_token, peak_flops
-from shardwise.optim.adamw import build_optimizer
+from shardwise.optim.build import build_optimizer
 from shardwise.parallel.mesh import World
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
@@ -71,7 +71,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
     check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
-    optimizer = build_optimizer(sharded.parameters, run.train)
+    optimizer = build_optimizer(sharded.parameters, run.train, model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
