@@ -145,7 +145,7 @@ class Train(Section):
     optimizer: Literal["adamw", "adamw8bit", "adamw4bit", "adam-mini", "adafactor", "lion", "muon", "sgd"] = Field(
         default="adamw",
         description="adamw holds 8 bytes per parameter, adamw8bit 2.1, adamw4bit 1.1, adam-mini and muon about 4, "
-        "lion and sgd 4, adafactor next to none; all take adamw's rates but lion (a third to a tenth) and sgd (far more)",
+        "lion and sgd 4, adafactor next to none; all but lion (a third to a tenth) and sgd (more) take adamw's rates",
     )
     optimizer_state: Literal["fp32", "bf16"] = Field(
         default="fp32", description="type of adamw's, lion's and sgd's states; bf16 rounds stochastically"

@@ -147,17 +147,24 @@ class Blockwise:
 
     @property
     def shift(self) -> int:
+        """How many of fp32's mantissa bits are dropped."""
         return 23 - self.mantissa
 
     @property
     def least(self) -> int:
-        """The fp32 bits, shifted, of the least level: `octaves` powers of two below 1, so that 1 has a code."""
-        octaves = self.top >> self.mantissa
-        return (127 - octaves) << self.mantissa
+        """The bits, shifted, of the fp32 number that code 0 stands for: the codes count up from there to below 2."""
+        return (127 - (self.top >> self.mantissa)) << self.mantissa
 
     @property
     def floor(self) -> float:
+        """That number; a sign's worth of codes is shifted down by it, so that code 0 is zero."""
         return float(2.0 ** -(self.top >> self.mantissa))
+
+    @property
+    def peak(self) -> float:
+        """What the largest code stands for, before the scale."""
+        steps = 1 << self.mantissa
+        return 1 + (steps - 1) / steps - (self.floor if self.signed else 0.0)
 
     def shapes(self, shape: Sequence[int]) -> Layout:
         rows, cols = shape[0], columns(shape)
@@ -182,7 +189,7 @@ class Blockwise:
     def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
         rows, cols = value.shape[0], columns(value.shape)
         blocks = self._blocks(value.reshape(rows, cols))
-        scales = (blocks.abs() if self.signed else blocks).amax(-1)
+        scales = (blocks.abs() if self.signed else blocks).amax(-1).div_(self.peak)
         parts["scales"].copy_(scales)
         x = blocks / scales.masked_fill(scales == 0, 1.0)[..., None]
         x = self._joined(x, rows, cols)
