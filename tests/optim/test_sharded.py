@@ -16,9 +16,11 @@ NAMES = list(OPTIMIZERS)
 BOUNDS = {"adafactor": 2e-7, "muon": 1e-6}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2, 1), (3, 1), (4, 2), (2, 2)], ids=["2", "3", "4-hybrid", "2-replicas"])
 def spread(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(optimizers.sharded, request.param, NAMES, 5)
+    """Every rank's own view; with replicas, that none goes its own way is part of it."""
+    ranks, replicas = request.param
+    return run_ranks(optimizers.sharded, ranks, NAMES, 5, replicas)
 
 
 @pytest.mark.parametrize("which", NAMES)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 # What goes wrong in sharding: rows or blocks that do not divide, fewer rows than ranks, stacks, vectors.
 # Last dims are multiples of 16: on a CPU fused AdamW computes what is left over by other instructions, to the last bit.
@@ -56,7 +56,8 @@ class Bag(nn.Module):
         """Divides every parameter as fully_shard does."""
         for module, name in ((m, n) for m in self.modules() for n, _ in list(m.named_parameters(recurse=False))):
             whole = getattr(module, name).detach()
-            setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+            placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+            setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, placements)))
 
 
 def make(which: str, model: Bag, **settings: Any) -> torch.optim.Optimizer:
@@ -111,9 +112,14 @@ def _mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
-def sharded(names: list[str], count: int) -> dict[str, dict[str, torch.Tensor]]:
+def sharded(names: list[str], count: int, replicas: int = 1) -> dict[str, dict[str, torch.Tensor]]:
     """`count` steps of each optimizer over shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     mesh, results = _mesh(), {}
+    if replicas > 1:
+        shape = replicas, dist.get_world_size() // replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     for which in names:
         model = Bag()
         model.shard(mesh)
@@ -163,4 +169,26 @@ def load_and_go_on(names: list[str], folder: str) -> dict[str, Any]:
         loaded = snapshot(model, optimizer)
         steps(model, optimizer, 3, 5)
         results[which] = loaded, snapshot(model, optimizer)
+    return results
+
+
+def train_each(run: dict[str, Any], names: list[str], rates: dict[str, float]) -> dict[str, Any]:
+    """The real loop with each optimizer: losses, and bytes of state per parameter over all ranks."""
+    from shardwise.observe.metrics import read_metrics
+    from shardwise.train.loop import fit
+    from shardwise.zero.account import held_bytes
+    from support.scenarios import parts_of
+
+    results = {}
+    for which in names:
+        settings = {"optimizer": which} | OPTIMIZERS[which]
+        settings["learning_rate"] = rates.get(settings["optimizer"], run["train"]["learning_rate"])
+        output = f"{run['output']}/{which}"
+        parts = parts_of(run | {"train": run["train"] | settings, "output": output})
+        fit(parts)
+        records = read_metrics(Path(output) / "metrics.jsonl")
+        held = torch.tensor(float(held_bytes(parts.sharded, parts.optimizer)["optimizer"]))
+        dist.all_reduce(held)
+        masters = 4 * parts.job.parameters
+        results[which] = [r["loss"] for r in records if r["kind"] == "train"], (held.item() - masters) / masters * 4
     return results

@@ -106,6 +106,16 @@ class Elementwise(torch.optim.Optimizer):
                     state[part_name(name, part)] = zeros_beside(parameter, shape, dtype)
         return state
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's, which turns every state into fp32; codes and bf16 come out of that as they were."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            for name in self.rule.states:
+                codec = codec_of(self.kind, name, parameter.shape)
+                for part, (_, dtype) in codec.shapes(parameter.shape).items():
+                    if (key := part_name(name, part)) in state:
+                        state[key] = state[key].to(dtype)
+
     def _run(self, pieces: list[Piece], group: dict[str, Any], step: int) -> None:
         hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
         values = {
