@@ -30,7 +30,7 @@ from shardwise.errors import UserError
 from shardwise.models.build import find_blocks
 from shardwise.observe.breakdown import timer_for
 from shardwise.observe.comms import watch_collectives
-from shardwise.optim.adamw import decay_groups
+from shardwise.optim.build import decay_groups
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
 from shardwise.zero.stages import ShardedModel, shard_model

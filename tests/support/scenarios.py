@@ -76,7 +76,7 @@ def plain_loop(run: dict[str, Any]) -> list[float]:
     """The same training without any of our engine: full model, plain AdamW, one document after the other."""
     from transformers import AutoModelForCausalLM
 
-    from shardwise.optim.adamw import decay_groups
+    from shardwise.optim.build import decay_groups
     from shardwise.optim.schedules import learning_rate
 
     parts = parts_of(run)

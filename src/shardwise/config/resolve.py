@@ -60,6 +60,7 @@ def resolve_machine(run: Run) -> Resolution:
     _resolve_precision(result)
     _check_parallel(result.run, ranks)
     _check_activations(result.run)
+    _check_optimizer(result.run)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -160,6 +161,22 @@ def _check_activations(run: Run) -> None:
     if run.offload.activations != "none" and run.recompute != "full":
         problem = f"moves what recomputation keeps, but recompute is {run.recompute}"
         raise UserError("offload.activations", run.offload.activations, problem, "add recompute: full")
+
+
+def _check_optimizer(run: Run) -> None:
+    train, default = run.train, type(run.train)()
+    coded = ("adamw", "lion", "sgd")
+    if train.optimizer_state != "fp32" and train.optimizer not in coded:
+        problem = f"{train.optimizer} has its own way to store its states"
+        raise UserError(
+            "train.optimizer_state", train.optimizer_state, problem, f"leave it out, or use one of {', '.join(coded)}"
+        )
+    if train.optimizer_state != "fp32" and train.optimizer == "sgd" and train.betas[0] == 0:
+        problem = "sgd without momentum (betas[0] = 0) has no state"
+        raise UserError("train.optimizer_state", train.optimizer_state, problem, "leave it out")
+    if train.optimizer == "adafactor" and train.betas != default.betas:
+        problem = "adafactor has no first moment, and a decay of its own for the second"
+        raise UserError("train.betas", list(train.betas), problem, "leave it out, or use another optimizer")
 
 
 def _resolve_micro_batch(result: Resolution, ranks: int) -> None:

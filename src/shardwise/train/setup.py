@@ -20,7 +20,7 @@ from shardwise.models.weights import load_weights
 from shardwise.observe.breakdown import OFF, Timer, timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
-from shardwise.optim import adamw
+from shardwise.optim import build
 from shardwise.parallel.mesh import World
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
@@ -98,7 +98,7 @@ def build_optimizer(
     """The optimizer over the sharded parameters, its states where the run wants them."""
     run = job.run
     if run.offload.optimizer == "none":
-        return adamw.build_optimizer(sharded.parameters, run.train)
+        return build.build_optimizer(sharded.parameters, run.train, sharded.model)
     uses_disk = "disk" in (run.offload.optimizer, run.offload.parameters)
     disk = DiskFolder(job.offload_folder, world.rank) if uses_disk else None
     return offload_optimizer(run, sharded, world.device, disk, say)

@@ -187,7 +187,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._left is None:
             self.steps += 1
             self._left = {piece: len({s.parameter for s in piece.segments}) for piece in self.pieces}
-            self.pager.expect([p.page for p in self._order])
+            if self._shelved is None:  # a gradient that is not known yet cannot be read ahead
+                self.pager.expect([p.page for p in self._order])
             self._order = []
         for piece in self.of.get(parameter, []):
             self._left[piece] -= 1
@@ -211,6 +212,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None, scale: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """Updates what is not yet; `scale` (of one element, on the device) multiplies the gradients first."""
+        self._begin()
         if self._left is None:
             self.steps += 1
             order = self.pieces
@@ -218,7 +220,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         else:
             order = [p for p in self.pieces if p in self._left]
             self._order += order
-        self._begin()
+            if self._shelved is not None:
+                self.pager.expect([p.page for p in order])
         for piece in order:
             self._update(piece, scale)
         self._gradients.clear()

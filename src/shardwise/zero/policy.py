@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.config.schema import Run
-from shardwise.optim.adamw import decay_groups
+from shardwise.optim.build import decay_groups, state_kind
 from shardwise.optim.codecs import Kind
 from shardwise.optim.rules import rule_of
 from shardwise.zero.disk import DiskFolder
@@ -56,8 +56,7 @@ def offload_optimizer(
     blocks = {id(p) for unit in sharded.units[1:] for p in unit.parameters()}  # type: ignore[attr-defined]
     # The root's own parameters (embedding, head) are gathered at the start of the forward: they come first.
     named = sorted(sharded.parameters.items(), key=lambda item: id(item[1]) in blocks)
-    kind: Kind = "8bit" if train.optimizer.endswith("8bit") else "4bit" if train.optimizer.endswith("4bit") else (
-        train.optimizer_state)  # fmt: skip
+    kind = state_kind(train)
     defaults = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
     ratio = run.offload.ratio
     if ratio == "auto":
