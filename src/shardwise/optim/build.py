@@ -21,10 +21,12 @@ from shardwise.optim.muon import Muon, inner_matrices
 from shardwise.optim.rules import rule_of
 
 
-def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: matrices and embeddings with decay; norms and biases (one dim or none) without."""
-    decayed = [p for p in parameters.values() if p.ndim >= 2]
-    plain = [p for p in parameters.values() if p.ndim < 2]
+def decay_groups(
+    parameters: Mapping[str, nn.Parameter], weight_decay: float, norms: bool = False
+) -> list[dict[str, object]]:
+    """Two groups: matrices and embeddings with decay; norms and biases (one dim or none) without, unless `norms`."""
+    decayed = [p for p in parameters.values() if p.ndim >= 2 or norms]
+    plain = [p for p in parameters.values() if p.ndim < 2 and not norms]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [g for g in groups if g["params"]]
 
@@ -40,7 +42,7 @@ def state_kind(train: Train) -> Kind:
 def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer the run asks for, over the sharded fp32 masters; `model` tells which are embeddings and head."""
     rate, betas, eps = train.learning_rate, train.betas, train.eps
-    groups: list[dict[str, Any]] = decay_groups(parameters, train.weight_decay)
+    groups: list[dict[str, Any]] = decay_groups(parameters, train.weight_decay, train.decay_norms)
     if train.optimizer == "adafactor":
         return Adafactor(groups, lr=rate, eps=eps)
     if train.optimizer == "adam-mini":
@@ -49,7 +51,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model:
         inner = inner_matrices(model, parameters)
         matrices = [p for name, p in parameters.items() if name in inner]
         others = {name: p for name, p in parameters.items() if name not in inner}
-        groups = decay_groups(others, train.weight_decay)
+        groups = decay_groups(others, train.weight_decay, train.decay_norms)
         if matrices:
             groups.append({"params": matrices, "weight_decay": train.weight_decay, "matrix": True})
         return Muon(groups, lr=rate, betas=betas, eps=eps)

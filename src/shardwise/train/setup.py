@@ -21,6 +21,7 @@ from shardwise.observe.breakdown import OFF, Timer, timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim import build
+from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
@@ -49,7 +50,7 @@ class Parts:
     sharded: ShardedModel
     objective: Objective
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    scaler: LossScaler
     update: Update
     loader: Loader
     eval_loader: Loader | None
@@ -117,7 +118,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     vocabulary = model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
         check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=run.precision == "fp16")
+    scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
         set_aside(job.output)

@@ -66,7 +66,7 @@ def offload_optimizer(
     on_disk = disk if offload.parameters == "disk" else None
     shelf = Shelf(sharded.units, device, on_disk) if offload.parameters != "none" else None
     return OffloadedOptimizer(
-        decay_groups(sharded.parameters, train.weight_decay), dict(named), rule_of(train.optimizer, train.betas), kind,
+        decay_groups(sharded.parameters, train.weight_decay, train.decay_norms), dict(named), rule_of(train.optimizer, train.betas), kind,
         defaults, device, float(ratio), disk if offload.optimizer == "disk" else None, splits_masters(run),
         shelf, on_disk,
     )  # fmt: skip
