@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.config.resolve import check_plusplus
 from shardwise.config.schema import Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
@@ -31,6 +32,7 @@ from shardwise.models.build import find_blocks
 from shardwise.optim.adamw import decay_groups
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
+from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.stages import ShardedModel, shard_model
 
 
@@ -57,6 +59,7 @@ class Engine:
         model.to(world.device)
         shard_model(model, find_blocks(model), world.mesh, config.parallel.zero, config.precision)
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
+        install_collectives(self.sharded, config.parallel, world, config.timeout)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
@@ -95,6 +98,7 @@ class Engine:
         self.grad_norm = self.sharded.clip(self.config.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.sharded.updated()
         self.optimizer.zero_grad()
         self.updates += 1
         return True
@@ -130,6 +134,7 @@ class Engine:
         trainer = read_trainer(found)
         prime_optimizer(self.optimizer)
         load_tensors(found, tensors_of(self.sharded, self.optimizer), self.world.checkpoint)
+        self.sharded.updated()
         self.updates = int(trainer["updates"])
         if trainer["scaler"]:
             self.scaler.load_state_dict(trainer["scaler"])
@@ -152,6 +157,7 @@ def initialize(
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
     if ranks % shard:
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+    check_plusplus(checked.parallel, ranks)
     if not cuda:
         _check_cpu(checked.precision)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)

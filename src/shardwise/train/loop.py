@@ -68,6 +68,7 @@ def fit(parts: Parts) -> Outcome:
             norm = parts.sharded.clip(run.train.clip)
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
+            parts.sharded.updated()
             parts.optimizer.zero_grad()
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size

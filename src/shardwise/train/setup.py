@@ -23,6 +23,7 @@ from shardwise.train.objective import CausalObjective, Objective
 from shardwise.train.selfcheck import check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
+from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.stages import ShardedModel, shard_model
 
 
@@ -59,7 +60,9 @@ def build_model(job: Job, world: World) -> ShardedModel:
     else:
         fill_random(model, source, run.train.seed)
     model.train()
-    return ShardedModel(model, run.parallel.zero, world.mesh)
+    sharded = ShardedModel(model, run.parallel.zero, world.mesh)
+    install_collectives(sharded, run.parallel, world, run.timeout)
+    return sharded
 
 
 def build_parts(job: Job, world: World, status: Status, say: Callable[[str], None] = lambda _: None) -> Parts:
