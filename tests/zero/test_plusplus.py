@@ -56,7 +56,7 @@ def test_hpz_is_exact_with_recomputation_replicas_and_evaluation(shared: Path) -
 def test_quantised_training_keeps_the_loss(
     name: str, parallel: dict[str, Any], bound: float, shared: Path, plain: Any
 ) -> None:
-    losses, _, parameters = run_ranks(plusplus.train_on_nodes, 4, a_run(shared, name, parallel), NODE)[0]
+    losses, _, _ = run_ranks(plusplus.train_on_nodes, 4, a_run(shared, name, parallel), NODE)[0]
     difference = max(abs(a - b) for a, b in zip(losses, plain[0], strict=True))
     last = abs(sum(losses[-5:]) - sum(plain[0][-5:])) / 5
     print(f"\n{name}: largest {difference:.1e}, last five {last:.1e} of {plain[0][-1]:.3f}")

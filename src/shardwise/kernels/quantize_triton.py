@@ -1,4 +1,5 @@
-"""Block quantisation in Triton: one pass over memory each. See the notes in quantize.py for the layout and the rounding.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Block quantisation in Triton, one pass over memory each. The notes in quantize.py explain layout and rounding.
 
 A program takes TILE blocks of one row as two halves of (TILE, BLOCK/2), so that int4 pairs need no shuffle.
 """
@@ -91,8 +92,8 @@ def _read(packed, codes_end, block, blocks, BITS: tl.constexpr, HALF: tl.constex
 @triton.jit(do_not_specialize=["seed"])
 def _quantize(
     out, x, n, blocks, inner, x_outer, x_inner, out_outer, out_inner, codes_end, seed,
-    BITS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr, LIMIT: tl.constexpr, ROOM: tl.constexpr,
-    RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr,
+    BITS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr, LIMIT: tl.constexpr,
+    ROOM: tl.constexpr, RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     i, j = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
@@ -123,8 +124,8 @@ def _dequantize(
 @triton.jit(do_not_specialize=["seed"])
 def _sum(
     out, packed, n, blocks, out_row, packed_peer, packed_row, codes_end, factor, seed,
-    PEERS: tl.constexpr, AGAIN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr, LIMIT: tl.constexpr,
-    ROOM: tl.constexpr, RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr,
+    PEERS: tl.constexpr, AGAIN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr,
+    LIMIT: tl.constexpr, ROOM: tl.constexpr, RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Adds up the peers' rows in fp32; stores floats, or packs the sum AGAIN."""
     row = tl.program_id(1)
