@@ -108,7 +108,7 @@ def counted_steps(run: dict[str, Any], node: int, steps: int = 3) -> dict[str, A
         across.append(sum(wire.across.values()))
     assert isinstance(wire, WireCount)
     return {"parameters": parts.job.parameters, "bytes": bytes_, "across": across, "held": held,
-            "gathers": dict(wire.gathers), "units": len(parts.sharded.units)}  # fmt: skip
+            "gathers": dict(wire.gathers), "units": len(parts.sharded.on_update) or None}  # fmt: skip
 
 
 def _secondary(parts: Any) -> int:

@@ -23,7 +23,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_run(shared: Path, name: str, parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return tiny_run(shared, parallel={"zero": 3} | parallel, output=str(shared / name), **changes)
+    return tiny_run(
+        shared, **{"train__steps": 12, "parallel": {"zero": 3} | parallel, "output": str(shared / name)} | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_hpz_is_exact_with_recomputation_replicas_and_evaluation(shared: Path) -
     assert a == b
 
 
-# The largest difference of the loss over 20 steps in which it falls by more than 0.3; measured: qwZ 2e-3, others 3e-2.
+# The largest difference of the loss in which it falls by more than 0.3; measured over 20 steps: qwZ 5e-3, qgZ 3e-2.
 @pytest.mark.parametrize(
     ("name", "parallel", "bound"),
     [("qwz", QWZ, 0.01), ("qwz-hpz", QWZ | HPZ, 0.01), ("qgz", QGZ, 0.1), ("all", HPZ | QWZ | QGZ, 0.1),
@@ -87,7 +89,7 @@ def test_wire_and_memory(shared: Path, cpu_precision_env: dict[str, str]) -> Non
         }  # fmt: skip
         print(f"\n{name}: {results[name]['moved']:.2f} B/parameter, {results[name]['crossed']:.2f} across nodes")
     near = lambda x: pytest.approx(x, rel=0.06)  # noqa: E731  # scales and padding of a model this small
-    units = results["plain"]["units"]
+    units = results["hpz"]["units"]
     # n = 3 micro-batches: two gathers of 2 bytes and one reduction of 4 each; half of the peers are on the other node.
     assert (results["plain"]["moved"], results["plain"]["crossed"]) == (near(3 * 8), near(3 * 4))
     # hpZ: one hop across (half of the parameters, half of it from the other node) for the whole step, six within.

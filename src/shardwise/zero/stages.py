@@ -38,7 +38,7 @@ class ShardedModel:
     def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
         self.model, self.stage, self.mesh = model, stage, mesh
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.on_update: list[Callable[[], None]] = []
 
     @property
@@ -69,7 +69,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Frees every gathered parameter, so that the module holds the optimizer's own tensors again."""
-        for unit in self.units:
+        for unit in self._units:
             unit.reshard()
         self.updated()
 
