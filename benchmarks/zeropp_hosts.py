@@ -143,6 +143,8 @@ def measure(hosts: list[Host], variant: str, run: dict[str, Any], work: Path, fi
             done = len(_records(output))
             if done and (not marks or done > marks[-1][0]):
                 marks.append((done, time.monotonic(), hosts[0].crossed()))
+            if done == run["train"]["steps"] and ("eval" not in run["data"] or _evaluated(output, done)):
+                break  # what follows, saving and exporting, is not measured
             time.sleep(0.05)
     finally:
         for child in children:
@@ -158,6 +160,10 @@ def measure(hosts: list[Host], variant: str, run: dict[str, Any], work: Path, fi
         "losses": [r["loss"] for r in _records(output)],
         "eval": [(r["step"], r["loss"]) for r in _records(output, "eval")],
     }
+
+
+def _evaluated(output: Path, step: int) -> bool:
+    return any(record["step"] == step for record in _records(output, "eval"))
 
 
 def _records(output: Path, kind: str = "train") -> list[dict[str, Any]]:
