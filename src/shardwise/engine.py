@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.config.resolve import check_plusplus
 from shardwise.config.schema import LossScale, Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
@@ -34,7 +35,9 @@ from shardwise.optim.build import decay_groups
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
+from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.update import Update
 
 
 class EngineConfig(Section):
@@ -65,9 +68,11 @@ class Engine:
             model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
         )
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
+        install_collectives(self.sharded, config.parallel, world, config.timeout)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
+        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, 0.0, config.accumulate > 1)
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
         self.grad_norm: torch.Tensor | None = None
         watch_collectives(model, self.timer)
@@ -104,11 +109,7 @@ class Engine:
             return False
         self._micro = 0
         with self.timer.region("step"):
-            self.scaler.unscale_(self.optimizer)
-            self.grad_norm = self.sharded.clip(self.config.clip)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
+            self.grad_norm = self._update()
         self.updates += 1
         return True
 
@@ -151,6 +152,7 @@ class Engine:
         trainer = read_trainer(found)
         prime_optimizer(self.optimizer)
         load_tensors(found, tensors_of(self.sharded, self.optimizer), self.world.checkpoint)
+        self.sharded.updated()
         self.updates = int(trainer["updates"])
         if trainer["scaler"]:
             self.scaler.load_state_dict(trainer["scaler"])
@@ -173,6 +175,7 @@ def initialize(
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
     if ranks % shard:
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+    check_plusplus(checked.parallel, ranks)
     if not cuda:
         _check_cpu(checked.precision)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)

@@ -15,6 +15,7 @@ from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
 from shardwise.zero.account import predicted_bytes
+from shardwise.zero.plusplus import describe_collectives
 from shardwise.zero.units import choose_units, describe_units
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     table.add_row("steps", f"{run.train.steps} × {sequences}; {passes:.2g} epochs of {epoch:,} sequences")
     table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
     groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
+    groups += describe_collectives(run.parallel, shard, job.parameters, run.precision)
     table.add_row(
         "ranks",
         f"{ranks} on {run.device} ({run.backend}), {run.precision}, "

@@ -34,6 +34,7 @@ from shardwise.zero.activations import place_inputs
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
 from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
 from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import ShardedModel, shard_model
@@ -82,7 +83,9 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     else:
         stub_out(model, world.device)
     model.train()
-    return ShardedModel(model, run.parallel.zero, world.mesh)
+    sharded = ShardedModel(model, run.parallel.zero, world.mesh)
+    install_collectives(sharded, run.parallel, world, run.timeout)
+    return sharded
 
 
 def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:

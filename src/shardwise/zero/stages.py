@@ -13,11 +13,13 @@ What bites, and what is done about it:
   * After a forward without backward (evaluation) at stage 1 or 2 the parameters stay gathered and
     `model.parameters()` yields tensors that the optimizer does not own. We keep our own list, taken at sharding time,
     and `evaluation()` reshards on the way out.
+  * A collective that keeps a copy of the parameters within a step (hpZ) would train on old ones in silence. Whoever
+    writes to the parameters calls `updated()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +47,7 @@ class ShardedModel:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.last = True  # whether the optimizer steps after the micro-batch under way
+        self.on_update: list[Callable[[], None]] = []
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +71,7 @@ class ShardedModel:
     def evaluation(self) -> Iterator[None]:
         """Around forwards without backward: evaluation mode, no gradients, and shards put back at the end."""
         self.model.eval()
+        self.updated()  # once an evaluation: cheap, and it never measures anything but the present parameters
         try:
             with torch.no_grad():
                 yield
@@ -79,6 +83,12 @@ class ShardedModel:
         """Frees every gathered parameter, so that the module holds the optimizer's own tensors again."""
         for unit in self.units:
             unit.reshard()
+        self.updated()
+
+    def updated(self) -> None:
+        """After anything wrote to the parameters (the optimizer's step, a checkpoint): forgets copies of them."""
+        for forget in self.on_update:
+            forget()
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """The global gradient norm, on the device; gradients are scaled down to max_norm if they exceed it."""

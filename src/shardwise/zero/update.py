@@ -43,9 +43,14 @@ class Update:
 
     def __call__(self) -> torch.Tensor:
         """Updates the parameters, forgets the gradients, and returns their norm before clipping, on the device."""
+        norm = self._step()
+        self.optimizer.zero_grad()
+        self.sharded.updated()
+        return norm
+
+    def _step(self) -> torch.Tensor:
         if self.eager:
             self.optimizer.step()  # what got its gradient late, or none
-            self.optimizer.zero_grad()
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
         if self._offloaded is None:
@@ -56,7 +61,6 @@ class Update:
             scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-6), max=1.0)
             self.scaler.step(self.optimizer, scale=scale)
         self.scaler.update()
-        self.optimizer.zero_grad()
         return norm
 
     def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
