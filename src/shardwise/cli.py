@@ -50,13 +50,15 @@ def train(
 
     Run it again to go on from the last checkpoint.
     """
-    from shardwise.train.describe import print_plan, print_result
+    from shardwise.train.describe import print_account, print_plan, print_result
     from shardwise.trainer import Trainer
 
     main_rank = int(os.environ.get("RANK", 0)) == 0
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
     trainer = Trainer(run_file, *(overrides or ()))
+    if loud:
+        print_account(trainer.loaded.account)
     job = trainer.prepare(say)
     if loud:
         print_plan(job)
@@ -69,12 +71,16 @@ def train(
     "shardwise config run.yaml",
     "shardwise config run.yaml train.epochs=3 --json",
     "shardwise config --schema > shardwise.schema.json   # completion and checks in your editor",
+    "shardwise config --from-deepspeed ds_config.json ranks=8   # the equivalent RUN.yaml",
 ))  # fmt: skip
 def config(
     run_file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="The description of the run.")] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of RUN.yaml.")] = False,
+    from_deepspeed: Annotated[
+        Path | None, typer.Option(metavar="CONFIG.json", help="Print a DeepSpeed config as the equivalent RUN.yaml.")
+    ] = None,
 ) -> None:
     """Show the resolved run: every value, and where it came from."""
     from shardwise.config.load import load_run
@@ -82,6 +88,13 @@ def config(
 
     if schema:
         print(json.dumps(Run.model_json_schema(), indent=1))
+        return
+    if from_deepspeed is not None:
+        from shardwise.config.load import from_deepspeed as equivalent
+
+        if run_file is not None and "=" in run_file.name and not run_file.exists():  # no RUN.yaml, but an override
+            run_file, overrides = None, [str(run_file), *(overrides or ())]
+        print(equivalent(from_deepspeed, run_file, overrides or ()), end="")
         return
     if run_file is None:
         raise UserError("RUN.yaml", None, "is needed unless --schema is given", "shardwise config RUN.yaml")

@@ -24,11 +24,12 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
-from shardwise.config.schema import Parallel, Section
+from shardwise.config.schema import LossScale, Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks, materialise
 from shardwise.optim.adamw import decay_groups
+from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
 from shardwise.zero.stages import ShardedModel, shard_model
@@ -41,6 +42,7 @@ class EngineConfig(Section):
 
     parallel: Parallel = Parallel()
     precision: Literal["bf16", "fp16", "fp32"] = "fp32"
+    loss_scale: LossScale = Field(LossScale(), description="loss scaling; for precision: fp16 alone")
     accumulate: Whole = Field(1, ge=1, description="micro-batches per update")
     clip: Annotated[Number, Field(gt=0)] | None = 1.0
     learning_rate: Number = Field(
@@ -68,7 +70,7 @@ class Engine:
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+        self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
         self.updates, self._micro, self._inside = 0, 0, False
         self.accumulate = config.accumulate
         self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates

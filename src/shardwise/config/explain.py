@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise.config.schema import Clash, Run
+from shardwise.config.schema import DEEPSPEED_SCHEDULES, Clash, Run
 from shardwise.errors import UserError
 
 _EXAMPLES = {
@@ -35,6 +35,7 @@ _ELSEWHERE = {
 }
 # What pydantic adds to a location for unions, tags and validators; none of these is a key of ours.
 _MARKERS = {"int", "float", "str", "bool", "literal", "constrained-int", "constrained-float", "share", "sources"}
+_MARKERS |= {"named", *DEEPSPEED_SCHEDULES}
 
 
 def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserError:
@@ -157,6 +158,8 @@ def _keys_at(loc: tuple[int | str, ...]) -> list[str]:
     for part in loc:
         if isinstance(part, str) and part in getattr(section, "model_fields", {}):
             section = _section_in(section.model_fields[part].annotation) or section
+        elif part in DEEPSPEED_SCHEDULES:  # pydantic names the alternative it took
+            section = DEEPSPEED_SCHEDULES[str(part)]
     return list(section.model_fields)
 
 

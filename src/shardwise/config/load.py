@@ -1,16 +1,18 @@
 """Reads RUN.yaml and the overrides, and remembers where each value came from.
 
-`load_run` is the only way in: file, then `key.path=value` overrides, then defaults. Every value of the result has an
-origin ("run.yaml:12", "command line", "default"), which `shardwise config` prints and error messages cite.
+`load_run` is the only way in: file, then `key.path=value` overrides, then the DeepSpeed config that the run names, then
+defaults. Every value of the result has an origin ("run.yaml:12", "command line", "ds_config.json: gradient_clipping",
+"default"), which `shardwise config` prints and error messages cite.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -19,13 +21,17 @@ from shardwise.config.explain import explain, section_names
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
 
+if TYPE_CHECKING:
+    from shardwise.config.deepspeed import Entry
+
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A validated run and the origin of each value it was given."""
+    """A validated run, the origin of each value it was given, and what became of each key of a DeepSpeed config."""
 
     run: Run
     origin: dict[str, str] = field(default_factory=dict)
+    account: tuple[Entry, ...] = ()
 
     def origin_of(self, path: str) -> str:
         """Where the value at a dotted path came from; `train: chat.jsonl` is short for a list of one source's path."""
@@ -40,6 +46,18 @@ class LoadedRun:
 
 def load_run(source: str | Path | dict[str, Any] | Run, overrides: list[str] | tuple[str, ...] = ()) -> LoadedRun:
     """Reads, overrides and validates a run; raises UserError with field, value and remedy."""
+    values, origin, base = read_values(source, overrides)
+    account = _merge_deepspeed(values, origin)
+    try:
+        return LoadedRun(Run.model_validate(values), origin, account)
+    except ValidationError as error:
+        raise explain(error, origin, base) from None
+
+
+def read_values(
+    source: str | Path | dict[str, Any] | Run, overrides: list[str] | tuple[str, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str], str]:
+    """What file and overrides say, not validated; the origin of each value; and a name for the whole."""
     if isinstance(source, Run):
         source = source.model_dump(exclude_unset=True)
     origin: dict[str, str] = {}
@@ -56,10 +74,42 @@ def load_run(source: str | Path | dict[str, Any] | Run, overrides: list[str] | t
     for name in section_names():  # a section with every line commented out is null: its defaults are meant
         if name in values and values[name] is None:
             del values[name]
-    try:
-        return LoadedRun(Run.model_validate(values), origin)
-    except ValidationError as error:
-        raise explain(error, origin, base) from None
+    return values, origin, base
+
+
+def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[Entry, ...]:
+    """Adds what the DeepSpeed config of the run decides; what the command line says stays."""
+    parallel = values.get("parallel")
+    name = parallel.get("deepspeed") if isinstance(parallel, dict) else None
+    if not isinstance(name, str) or not name:
+        return ()
+    from shardwise.config.deepspeed import merge, read_config
+
+    path = Path(name).expanduser()
+    return merge(values, origin, read_config(path), expected_ranks(values), path.name)
+
+
+def from_deepspeed(file: Path, source: Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> str:
+    """The RUN.yaml that says what a DeepSpeed config says, with that of a run where one is given; checked to load."""
+    from shardwise.config.deepspeed import as_yaml, read_config, translate
+
+    values, _, _ = read_values({} if source is None else source, overrides)
+    translation = translate(read_config(file), ranks=expected_ranks(values), run=values, file=file.name)
+    text = as_yaml(translation, values, file.name)
+    load_run(yaml.load(text, _Loader))
+    return text
+
+
+def expected_ranks(values: dict[str, Any]) -> int:
+    """How many ranks a run that is not validated yet will have; the batch of a DeepSpeed config is checked by it."""
+    launched, ranks = os.environ.get("WORLD_SIZE", ""), values.get("ranks", "auto")
+    if launched.isdecimal():
+        return max(1, int(launched))
+    if isinstance(ranks, int) and ranks > 0:
+        return ranks
+    import torch
+
+    return torch.cuda.device_count() if values.get("device") != "cpu" and torch.cuda.is_available() else 1
 
 
 class _Loader(yaml.SafeLoader):

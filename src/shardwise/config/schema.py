@@ -133,6 +133,88 @@ class Data(Section):
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(parse_number)]
 
 
+class Warmup(Section):
+    """What two of DeepSpeed's schedules share: the way up from `warmup_min_lr` to `learning_rate`."""
+
+    type: str
+    warmup_min_lr: Number = Field(default=0.0, ge=0, description="rate at the start")
+    warmup_num_steps: Span = Field(default=1000, description="steps (100) of the way up, or share of the run (3%)")
+    warmup_type: Literal["log", "linear"] = Field(default="log", description="shape of the way up")
+
+
+class WarmupLR(Warmup):
+    """DeepSpeed's schedule of this name: from `warmup_min_lr` up to `learning_rate`, then constant."""
+
+    type: Literal["WarmupLR"] = Field(description="which of DeepSpeed's schedules")
+
+
+class WarmupDecayLR(Warmup):
+    """DeepSpeed's schedule of this name: as WarmupLR, then in a line down to the start's rate."""
+
+    type: Literal["WarmupDecayLR"] = Field(description="which of DeepSpeed's schedules")
+    total_num_steps: Count | None = Field(default=None, description="where the decay ends; default: with the run")
+
+
+class WarmupCosineLR(Section):
+    """DeepSpeed's schedule of this name: shares of `learning_rate`, up and then down in a cosine."""
+
+    type: Literal["WarmupCosineLR"] = Field(description="which of DeepSpeed's schedules")
+    total_num_steps: Count | None = Field(default=None, description="where the decay ends; default: with the run")
+    warmup_min_ratio: Number = Field(default=0.0, ge=0, description="where the way up starts, as a share of the peak")
+    warmup_num_steps: Span = Field(default=1000, description="steps (100) of the way up, or share of the run (3%)")
+    cos_min_ratio: Number = Field(default=1e-4, ge=0, description="where the decay ends, as a share of the peak")
+    warmup_type: Literal["log", "linear"] = Field(default="log", description="shape of the way up")
+
+
+class OneCycle(Section):
+    """DeepSpeed's schedule of this name: up to `learning_rate` and back, then a decay; the momentum runs contrary."""
+
+    type: Literal["OneCycle"] = Field(description="which of DeepSpeed's schedules")
+    cycle_min_lr: Number = Field(gt=0, description="rate at both ends of the cycle, e.g. 1e-5")
+    cycle_first_step_size: Count = Field(default=2000, description="steps of the way up")
+    cycle_second_step_size: Whole | None = Field(
+        default=None, ge=0, description="steps of the way down; default: as many"
+    )
+    cycle_first_stair_count: Whole = Field(default=0, ge=0, description="stairs of the way up; 0 = a smooth line")
+    cycle_second_stair_count: Whole | None = Field(
+        default=None, ge=0, description="stairs of the way down; default: as many"
+    )
+    decay_step_size: Whole = Field(default=0, ge=0, description="steps per unit of decay after the cycle; 0 = none")
+    decay_lr_rate: Number = Field(default=0.0, ge=0, description="decay of the rate after the cycle")
+    cycle_momentum: bool = Field(default=True, description="cycle the first of the betas contrary to the rate")
+    cycle_min_mom: Beta = Field(default=0.8, description="first beta at the top of the cycle")
+    cycle_max_mom: Beta = Field(default=0.9, description="first beta at the ends of the cycle")
+    decay_mom_rate: Number = Field(default=0.0, ge=0, description="growth of the first beta after the cycle")
+
+
+class LRRangeTest(Section):
+    """DeepSpeed's schedule of this name: from `learning_rate` up without end, to find the rate that is too much."""
+
+    type: Literal["LRRangeTest"] = Field(description="which of DeepSpeed's schedules")
+    lr_range_test_step_size: Count = Field(default=2000, description="steps per unit of growth")
+    lr_range_test_step_rate: Number = Field(default=1.0, ge=0, description="growth per unit, as a share of the start")
+    lr_range_test_staircase: bool = Field(default=False, description="grow in stairs")
+
+
+DEEPSPEED_SCHEDULES = {k.__name__: k for k in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
+
+
+def _schedule_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return str(kind) if kind in DEEPSPEED_SCHEDULES else "named"
+
+
+Schedule = Annotated[
+    Annotated[Literal["cosine", "linear", "constant", "wsd"], Tag("named")]
+    | Annotated[WarmupLR, Tag("WarmupLR")]
+    | Annotated[WarmupDecayLR, Tag("WarmupDecayLR")]
+    | Annotated[WarmupCosineLR, Tag("WarmupCosineLR")]
+    | Annotated[OneCycle, Tag("OneCycle")]
+    | Annotated[LRRangeTest, Tag("LRRangeTest")],
+    Discriminator(_schedule_kind),
+]
+
+
 class Train(Section):
     """How to learn."""
 
@@ -155,8 +237,11 @@ class Train(Section):
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Adam's two decay rates, e.g. [0.9, 0.95]")
     eps: Number = Field(default=1e-8, gt=0, description="Adam's guard against division by zero, e.g. 1e-8")
     weight_decay: Number = Field(default=0.01, ge=0, description="not applied to norms and biases")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        default="cosine", description="after warm-up; wsd = warm-up, stable, then a linear decay"
+    decay_norms: bool = Field(default=False, description="apply weight_decay to norms and biases too")
+    schedule: Schedule = Field(
+        default="cosine",
+        description="after warm-up; wsd = warm-up, stable, then a linear decay. Or one of DeepSpeed's schedules, "
+        "whole, e.g. {type: WarmupLR, warmup_num_steps: 100}; warmup, decay and final_learning_rate then do nothing",
     )
     warmup: Span = Field(default="3%", description="share of the run (3%), or steps (100)")
     decay: Span = Field(default="20%", description="length of the decay of wsd: share of the run (20%), or steps (100)")
@@ -192,9 +277,29 @@ class Parallel(Section):
     )
     quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
     quantize_gradients: bool = Field(default=False, description="qgZ: reduce the gradients as int4")
+    deepspeed: str | None = Field(
+        default=None, min_length=1, description="a DeepSpeed config (JSON), read with the run; see docs/deepspeed.md"
+    )
     bucket: Size | None = Field(
         default=None, ge=1, description="largest gather or reduce buffer, e.g. 200MB; default: one block at a time"
     )
+
+
+class LossScale(Section):
+    """How fp16 keeps small gradients from vanishing: the loss is scaled up, and the scale adapts to overflows."""
+
+    value: Literal["dynamic"] | Positive = Field(default="dynamic", description="dynamic, or a number that stays")
+    initial: Positive = Field(default=65536.0, description="the dynamic scale at the start")
+    growth_every: Count = Field(default=2000, description="steps without overflow until the scale is doubled")
+    hysteresis: Count = Field(default=1, description="overflows it takes to halve the scale")
+    refill: bool = Field(default=False, description="count overflows anew after each step without, not after growth")
+    minimum: Positive = Field(default=1.0, description="least scale; an overflow at it ends the run")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LossScale:
+        if self.initial < self.minimum:
+            raise Clash("initial", f"is below minimum = {self.minimum:g}", "raise initial or lower minimum")
+        return self
 
 
 class Offload(Section):
@@ -241,6 +346,9 @@ class Log(Section):
         default=False, description="time in forward, backward, gather, reduce, offload and step; waits for the device"
     )
     comms: bool = Field(default=False, description="bytes, time and bandwidth of each collective")
+    csv: str | None = Field(
+        default=None, min_length=1, description="folder for one CSV file per figure, beside metrics.jsonl"
+    )
 
 
 class Run(Section):
@@ -257,6 +365,7 @@ class Run(Section):
         default="auto",
         description="compute type; master weights are fp32. auto = bf16 on a GPU that has it, fp32 on a CPU",
     )
+    loss_scale: LossScale = Field(default=LossScale(), description="loss scaling; for precision: fp16 alone")
     recompute: Literal["none", "full"] = Field(
         default="none", description="full = keep only block inputs, compute the rest again"
     )

@@ -1,21 +1,125 @@
-"""Learning rate as a pure function of the step, so that resuming needs no state."""
+"""Learning rate as a pure function of the step, so that resuming needs no state.
+
+[Note: DeepSpeed's schedules] They set the rate after each update for the next one, and count from -1: update 0 runs
+at the value set at the start and update u at the formula for u - 1. The warm-ups therefore spend two updates at
+their least rate. This is kept, so that a run moved over from DeepSpeed sees the same rates. One thing differs: an
+update that fp16 skips for an overflow counts as a step here, whereas DeepSpeed holds its schedule back.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from shardwise.config.schema import Train
+import torch
+
+from shardwise.config.schema import LRRangeTest, OneCycle, Train, Warmup, WarmupCosineLR, WarmupDecayLR
 
 
 def learning_rate(train: Train, step: int, total: int) -> float:
     """The rate for step 0 … total-1: linear warm-up, then the schedule down to `final_learning_rate` of the peak."""
-    peak, floor = train.learning_rate, train.final_learning_rate
+    schedule, peak, floor = train.schedule, train.learning_rate, train.final_learning_rate
+    if not isinstance(schedule, str):
+        return _deepspeed_rate(schedule, peak, step, total)
     warmup: int = min(train.warmup.steps(total), total)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if train.schedule == "constant":
+    if schedule == "constant":
         return peak
-    start = max(warmup, total - train.decay.steps(total)) if train.schedule == "wsd" else warmup
+    start = max(warmup, total - train.decay.steps(total)) if schedule == "wsd" else warmup
     done = max(0, step - start) / max(1, total - start)
-    shape = (1 + math.cos(math.pi * done)) / 2 if train.schedule == "cosine" else 1 - done
+    shape = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
     return peak * (floor + (1 - floor) * shape)
+
+
+def momentum(train: Train, step: int) -> float | None:
+    """The first beta for a step, where the schedule rules it (OneCycle)."""
+    cycle = train.schedule
+    if not isinstance(cycle, OneCycle) or not cycle.cycle_momentum:
+        return None
+    low, high = cycle.cycle_min_mom, cycle.cycle_max_mom
+    if step == 0:
+        return low  # DeepSpeed sets the least one at the start, though the cycle begins at the greatest
+    after = step - 1 - _cycle_length(cycle)
+    if after < 0:
+        return high - (high - low) * _cycle_share(cycle, step)
+    units = (after + 1) / cycle.decay_step_size if cycle.decay_step_size else 0.0
+    return high * (1 + cycle.decay_mom_rate * units)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, train: Train, step: int, total: int) -> float:
+    """Puts the step's rate (and momentum, where the schedule rules it) into the optimizer; returns the rate."""
+    rate, first = learning_rate(train, step, total), momentum(train, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        if first is not None and "betas" in group:
+            group["betas"] = (first, group["betas"][1])
+    return rate
+
+
+def _deepspeed_rate(schedule: Any, peak: float, step: int, total: int) -> float:
+    """See [Note: DeepSpeed's schedules]; `last` is its count of the last batch."""
+    last = step - 1
+    if isinstance(schedule, LRRangeTest):
+        units = step / schedule.lr_range_test_step_size
+        return peak * (1 + schedule.lr_range_test_step_rate * (math.floor(units) if _stairs(schedule) else units))
+    if isinstance(schedule, OneCycle):
+        return _one_cycle(schedule, peak, step)
+    warmup: int = max(2, schedule.warmup_num_steps.steps(total))
+    end: int = getattr(schedule, "total_num_steps", None) or total
+    if isinstance(schedule, WarmupCosineLR):
+        return peak * _cosine_ratio(schedule, last, warmup, end)
+    assert isinstance(schedule, Warmup)
+    low = schedule.warmup_min_lr
+    if last < 0:
+        return low
+    if last < warmup:
+        return low + (peak - low) * _climb(schedule.warmup_type, last, warmup)
+    if isinstance(schedule, WarmupDecayLR):
+        return low + (peak - low) * max(0.0, (end - last) / max(1.0, end - warmup))
+    return low + (peak - low)
+
+
+def _climb(shape: str, last: int, warmup: int) -> float:
+    return math.log(last + 1) / math.log(warmup) if shape == "log" else last / warmup
+
+
+def _cosine_ratio(schedule: WarmupCosineLR, last: int, warmup: int, end: int) -> float:
+    if last < 0:
+        return 0.0
+    if last < warmup:
+        least = schedule.warmup_min_ratio
+        return least + (1 - least) * _climb(schedule.warmup_type, last, warmup)
+    done = min(1.0, (last - warmup + 1) / max(1, end - warmup))
+    least = schedule.cos_min_ratio
+    return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def _stairs(schedule: LRRangeTest) -> bool:
+    return schedule.lr_range_test_staircase
+
+
+def _cycle_length(cycle: OneCycle) -> int:
+    second = cycle.cycle_second_step_size
+    return cycle.cycle_first_step_size + (cycle.cycle_first_step_size if second is None else second)
+
+
+def _cycle_share(cycle: OneCycle, step: int) -> float:
+    """How far up the cycle stands, from 0 to 1; in stairs where these are asked for."""
+    length, first = _cycle_length(cycle), cycle.cycle_first_step_size
+    at = step % length
+    up = at <= first
+    share = at / first if up else (length - at) / (length - first)
+    second = cycle.cycle_second_stair_count
+    stairs = cycle.cycle_first_stair_count if up or second is None else second
+    if not stairs:
+        return share
+    return math.floor(at * stairs / first if up else (length - at) * stairs / (length - first)) / stairs
+
+
+def _one_cycle(cycle: OneCycle, peak: float, step: int) -> float:
+    low, length = cycle.cycle_min_lr, _cycle_length(cycle)
+    if step - 1 < length:
+        return low + (peak - low) * _cycle_share(cycle, step)
+    units = (step - length) / cycle.decay_step_size if cycle.decay_step_size else 0.0
+    return low / (1 + cycle.decay_lr_rate * units)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
 from shardwise.zero.account import predicted_bytes
 
 if TYPE_CHECKING:
+    from shardwise.config.deepspeed import Entry
     from shardwise.config.load import LoadedRun
     from shardwise.config.resolve import Resolution
     from shardwise.config.schema import Run
@@ -77,9 +79,27 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         f"{working}, gradients {human(held['gradients'])}, fp32 weights and AdamW moments {human(held['optimizer'])}, "
         "and activations",
     )
-    table.add_row("rate", f"{run.train.learning_rate:g} {run.train.schedule}, AdamW, clip {run.train.clip}")
+    table.add_row("rate", f"{run.train.learning_rate:g} {_named(run.train.schedule)}, AdamW, clip {run.train.clip}")
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
+
+
+def print_account(account: tuple[Entry, ...], console: Console | None = None) -> None:
+    """What became of each key of a DeepSpeed config; nothing where there is none."""
+    if not account:
+        return
+    from shardwise.config.deepspeed import line
+
+    table = Table(
+        title="DeepSpeed config, key by key", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column(style="bold", overflow="fold")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for entry in account:
+        met, verdict, done = line(entry)
+        table.add_row(Text(met), Text(verdict, style="" if verdict == "honoured" else "dim"), Text(done))
+    (console or Console()).print(table, highlight=False)
 
 
 def print_result(result: Result, job: Job, console: Console | None = None) -> None:
@@ -116,6 +136,10 @@ def print_config(result: Resolution, loaded: LoadedRun) -> None:
     still_open = [p for p, v in flatten(result.run.model_dump(mode="json")) if p == "train.steps" and v is None]
     if still_open:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
+
+
+def _named(schedule: Any) -> str:
+    return schedule if isinstance(schedule, str) else str(schedule.type)
 
 
 def changed_settings(checkpoint: Path, run: Run) -> list[str]:

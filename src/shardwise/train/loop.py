@@ -19,7 +19,7 @@ from shardwise.errors import RunFailed
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import MetricsFile, read_metrics
 from shardwise.observe.progress import Progress
-from shardwise.optim.schedules import learning_rate
+from shardwise.optim.schedules import set_rates
 from shardwise.train.control import Control
 from shardwise.train.meter import not_finite
 from shardwise.train.setup import Parts
@@ -59,9 +59,7 @@ def fit(parts: Parts) -> Outcome:
             batch = parts.loader.step(
                 position.sequences, run.train.batch_size, int(run.train.micro_batch_size), world.rank, world.size
             )
-            rate = learning_rate(run.train, step, total)
-            for group in parts.optimizer.param_groups:
-                group["lr"] = rate
+            rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
             parts.scaler.unscale_(parts.optimizer)
@@ -83,7 +81,7 @@ def fit(parts: Parts) -> Outcome:
             if evaluating or saving or position.step % run.log.every == 0:
                 records = parts.meter.flush()
                 report.trained(records)
-                if trouble := not_finite(records, steps_skipped=parts.scaler.is_enabled()):
+                if trouble := not_finite(records, parts.scaler.is_enabled()) or parts.scaler.trouble():
                     parts.store.wait()  # a checkpoint under way is of a step before
                     raise RunFailed(trouble)
                 loss = records[-1]["loss"]
@@ -187,7 +185,7 @@ class Report:
     """On the main rank: the live line and metrics.jsonl. Elsewhere nothing."""
 
     def __init__(self, parts: Parts, total: int) -> None:
-        run, self._active, self._scaled = parts.job.run, parts.world.is_main, parts.scaler.is_enabled()
+        run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
         if self._active:
             self._file = MetricsFile(parts.job.output / "metrics.jsonl")
             self._file.truncate_after(parts.position.step)
@@ -206,10 +204,11 @@ class Report:
     def trained(self, records: list[dict[str, Any]]) -> None:
         """New training records, oldest first."""
         for record in records if self._active else []:
-            if self._scaled and not math.isfinite(record["grad_norm"]):
+            if self._scaler.is_enabled() and not math.isfinite(record["grad_norm"]):
                 record["skipped"] = True
+                now = self._scaler.get_scale()
                 self._progress.note(
-                    f"step {record['step']}: gradients overflowed fp16, update skipped, loss scale halved"
+                    f"step {record['step']}: gradients overflowed fp16, update skipped; loss scale {now:g}"
                 )
             self._file.append(record)
             self._progress.update(record)

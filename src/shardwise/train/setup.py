@@ -15,6 +15,7 @@ from shardwise.models.build import build_on_meta, fill_random, find_blocks, mate
 from shardwise.models.weights import load_weights
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim.adamw import build_optimizer
+from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
@@ -35,7 +36,7 @@ class Parts:
     sharded: ShardedModel
     objective: Objective
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    scaler: LossScaler
     loader: Loader
     eval_loader: Loader | None
     store: CheckpointStore
@@ -72,7 +73,7 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
     vocabulary = model.get_input_embeddings().num_embeddings
     check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
     optimizer = build_optimizer(sharded.parameters, run.train)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=run.precision == "fp16")
+    scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
         set_aside(job.output)

@@ -1,0 +1,83 @@
+"""train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks, as DeepSpeed infers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config.deepspeed.plan import MISSING, Plan, default_of, find
+
+TRAIN, MICRO, ROUNDS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The three numbers; None = left to the run (an "auto" that nothing decides)."""
+
+    train: int | None
+    micro: int | None
+    rounds: int | None
+
+
+def solve(plan: Plan) -> Batch:
+    """Any two give the third, one gives the rest with one round; what contradicts or does not divide is an error."""
+    train, micro, rounds = (_given(plan, key) for key in (TRAIN, MICRO, ROUNDS))
+    autos = {key for key in (TRAIN, MICRO, ROUNDS) if find(plan.config, key) == "auto"}
+    train = _from_run(plan, TRAIN, "train.batch_size") if train is None else train
+    micro = _from_run(plan, MICRO, "train.micro_batch_size") if micro is None else micro
+    if train is None and micro is None:
+        if not autos & {TRAIN, MICRO}:
+            remedy = f'add e.g. "{MICRO}": 1, or train.batch_size to the run'
+            raise plan.mistake(TRAIN, None, f"neither it nor {MICRO} is given", remedy)
+        if rounds is None:
+            return Batch(None, None, None)
+        train = int(default_of("train.batch_size"))
+    ranks = plan.ranks
+    if train is None:
+        assert micro is not None
+        rounds = rounds or 1
+        train = micro * rounds * ranks
+    elif micro is None and rounds is None and MICRO in autos:
+        return Batch(train, None, None)  # the run chooses the micro-batch by its budget of tokens
+    elif micro is None:
+        rounds = rounds or 1
+        micro = train // ranks // rounds
+    elif rounds is None:
+        rounds = train // micro // ranks
+    assert micro is not None and rounds is not None
+    if micro * rounds * ranks != train or not train:
+        problem = f"is not {MICRO} {micro} × {ROUNDS} {rounds} × {ranks} ranks = {micro * rounds * ranks}"
+        near = max(1, micro) * max(1, rounds) * ranks
+        raise plan.mistake(TRAIN, train, problem, f"use {near}, or leave one of the three out")
+    return Batch(train, micro, rounds)
+
+
+def _given(plan: Plan, key: str) -> int | None:
+    value = plan.get(key)
+    return None if value is None else plan.whole(key, value, 1)
+
+
+def _from_run(plan: Plan, key: str, target: str) -> int | None:
+    said = plan.said(target)
+    return None if said is MISSING or said in (None, "auto") else plan.whole(f"{key} ({target} of the run)", said, 1)
+
+
+def batch_rule(plan: Plan, key: str, value: object) -> str:
+    """The account's line of one of the three; the values are set by `put_batch`."""
+    batch = solve(plan)
+    number = {TRAIN: batch.train, MICRO: batch.micro, ROUNDS: batch.rounds}[key]
+    told = {TRAIN: "train.batch_size", MICRO: "train.micro_batch_size", ROUNDS: "train.batch_size over both"}[key]
+    lead = "auto → " if value == "auto" else ""
+    if number is not None:
+        return f"{lead}{told}: {number}"
+    return plan.auto(told) if key == TRAIN else f"{lead}chosen when the run starts, by the tokens of a forward"
+
+
+def put_batch(plan: Plan) -> Batch:
+    """Sets our two values."""
+    batch = solve(plan)
+    met = next((key for key in (TRAIN, MICRO, ROUNDS) if key in plan.config), TRAIN)
+    if batch.train is not None:
+        plan.put(TRAIN if TRAIN in plan.config else met, "train.batch_size", batch.train)
+    if batch.micro is not None:
+        plan.put(MICRO if MICRO in plan.config else met, "train.micro_batch_size", batch.micro)
+    return batch

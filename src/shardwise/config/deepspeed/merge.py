@@ -1,0 +1,73 @@
+"""Puts a translation into a run that is being loaded, and prints one as a RUN.yaml."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import yaml
+
+from shardwise.config.deepspeed.plan import MISSING, Entry, find, place, same, show
+from shardwise.config.deepspeed.translate import Translation, line, translate
+
+
+def merge(
+    values: dict[str, Any], origin: dict[str, str], config: dict[str, Any], ranks: int, file: str
+) -> tuple[Entry, ...]:
+    """Adds what the config decides to the run's values, in place, with origins; returns the account.
+
+    The run's file must not contradict the config. The command line may: it is the last word, and the account says so.
+    """
+    last_word = {path: find(values, path) for path, where in origin.items() if where == "command line"}
+    written = copy.deepcopy(values)
+    for path in sorted(last_word, reverse=True):  # deepest first, so that a section's leaves go before it
+        _remove(written, path)
+    translation = translate(config, ranks=ranks, run=written, file=file)
+    notes = []
+    for path, value in _leaves(translation.values):
+        source = translation.sources.get(path) or translation.sources.get(path.rpartition(".")[0], "")
+        covered = next((p for p in last_word if f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.")), None)
+        if covered is not None:
+            if not same(last_word[covered], value):
+                told = f"{covered}: {show(last_word[covered])} on the command line has the last word"
+                notes.append(Entry(source, value, "no effect", told))
+            continue
+        if find(values, path) is MISSING:
+            place(values, path, value)
+            origin[path] = f"{file}: {source}"
+    return (*translation.account, *notes)
+
+
+def as_yaml(translation: Translation, values: dict[str, Any], file: str) -> str:
+    """A RUN.yaml that says the same as the config: the account as comments, then the run's own values and these."""
+    run = copy.deepcopy(values)
+    run.get("parallel", {}).pop("deepspeed", None)
+    placeholder = [name for name in ("model", "data") if name not in run]
+    run = {"model": "smollm2-135m-instruct", "data": {"train": "chat.jsonl"}} | run
+    for path, value in _leaves(translation.values):
+        place(run, path, value)
+    lines = [f"# The equivalent of {file}, key by key:"]
+    rows = [line(entry) for entry in translation.account]
+    width = min(60, max((len(met) for met, _, _ in rows), default=0))
+    lines += [f"#   {met:<{width}}  {verdict:<9}  {done}" for met, verdict, done in rows]
+    if placeholder:
+        lines.append(f"# {' and '.join(placeholder)}: put in your own; a DeepSpeed config does not say.")
+    return "\n".join(lines) + "\n" + yaml.safe_dump(run, sort_keys=False, allow_unicode=True, default_flow_style=None)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        found += _leaves(value, f"{path}.") if isinstance(value, dict) else [(path, value)]
+    return found
+
+
+def _remove(values: dict[str, Any], path: str) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        if not isinstance(values, dict):
+            return
+        values = values.get(part, {})
+    if isinstance(values, dict):
+        values.pop(leaf, None)

@@ -1,0 +1,200 @@
+"""What a DeepSpeed config becomes while it is read: our values, and an account of each key that was met.
+
+Three voices may speak of one setting: the DeepSpeed config, RUN.yaml and our defaults. A key of the config and a key
+of RUN.yaml that contradict each other are a mistake, never a silent choice; "auto" asks for RUN.yaml's value or our
+default; and what the config leaves out takes DeepSpeed's default only where RUN.yaml is silent too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
+
+from shardwise.config.schema import Run
+from shardwise.config.units import parse_number, parse_size
+from shardwise.errors import UserError
+
+Verdict = Literal["honoured", "no effect", "refused"]
+MISSING: Any = object()
+
+
+class NoEffect(str):
+    """What a rule returns where this value of an honoured key changes nothing, with the reason."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of the account: what was met, and what became of it. A key that was not given has the value None."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    done: str
+    given: bool = True
+
+
+@dataclass
+class Plan:
+    """A translation under way."""
+
+    config: dict[str, Any]
+    ranks: int
+    run: dict[str, Any] = field(default_factory=dict)  # what RUN.yaml says, nested
+    file: str = "ds_config.json"
+    forgiving: bool = False  # the command line has the last word: no conflict with it
+    values: dict[str, Any] = field(default_factory=dict)
+    account: list[Entry] = field(default_factory=list)
+    refusals: list[UserError] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)  # our path → DeepSpeed's key
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """A value of the config by dotted path; the default where it is absent, null or "auto"."""
+        value = find(self.config, path)
+        return default if value is MISSING or value is None or value == "auto" else value
+
+    def said(self, target: str) -> Any:
+        """What RUN.yaml says of a setting of ours, or MISSING."""
+        return find(self.run, target)
+
+    def now(self, target: str) -> Any:
+        """The value a setting of ours has by now: the config's, else RUN.yaml's, else our default."""
+        for place in (self.values, self.run):
+            if (value := find(place, target)) is not MISSING:
+                return value
+        return default_of(target)
+
+    def put(self, key: str, target: str, value: Any) -> str:
+        """Sets one of our values from a key of the config; RUN.yaml must not say otherwise."""
+        said = self.said(target)
+        undecided = said is MISSING or (said == "auto" and target in ("train.micro_batch_size", "precision"))
+        if not undecided and not same(said, value) and not self.forgiving:
+            problem = f"contradicts {target} = {said!r} of the run"
+            raise self.mistake(key, self.get(key, None), problem, f'remove one of the two, or write "{key}": "auto"')
+        earlier = find(self.values, target)
+        if earlier is not MISSING and not same(earlier, value) and self.sources.get(target) != key:
+            other = self.sources.get(target, "another key")
+            problem = f"wants {target}: {show(value)}, but {other} wants {show(earlier)}"
+            raise self.mistake(key, self.get(key, None), problem, "make the two agree, or remove one")
+        place(self.values, target, value)
+        self.sources[target] = key
+        return f"{target}: {show(value)}"
+
+    def put_default(self, key: str, target: str, value: Any) -> None:
+        """DeepSpeed's default for a key that is absent, unless RUN.yaml or another key decides."""
+        if self.said(target) is not MISSING or find(self.values, target) is not MISSING:
+            return
+        if same(default_of(target), value):
+            return
+        place(self.values, target, value)
+        self.sources[target] = f"{key} (default)"
+        self.account.append(Entry(key, None, "honoured", f"DeepSpeed's default → {target}: {show(value)}", False))
+
+    def auto(self, target: str) -> str:
+        """What "auto" comes to: RUN.yaml's value, else our default; nothing is set."""
+        said = self.said(target)
+        if said is not MISSING:
+            return f"auto → {target}: {show(said)} (of the run)"
+        return f"auto → {target}: {show(default_of(target))} (our default)"
+
+    def mistake(self, key: str, value: Any, problem: str, remedy: str) -> UserError:
+        """A mistake in the config, named by its file and key."""
+        return UserError(f"{self.file}: {key}", value, problem, remedy)
+
+    # Checked reading. JSON's 5e8 is a float, and people write counts so.
+    def number(self, key: str, value: Any, least: float = 0.0) -> float:
+        """A finite number of at least `least`."""
+        if isinstance(value, str):
+            value = parse_number(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
+            raise self.mistake(key, value, "is not a number that fits here", f"write a number of at least {least:g}")
+        return float(value)
+
+    def whole(self, key: str, value: Any, least: int = 0) -> int:
+        """A whole number of at least `least`."""
+        number = self.number(key, value, least)
+        if not number.is_integer():
+            raise self.mistake(key, value, "is not a whole number", "write e.g. 2")
+        return int(number)
+
+    def flag(self, key: str, value: Any) -> bool:
+        """true or false."""
+        if not isinstance(value, bool):
+            raise self.mistake(key, value, "is neither true nor false", "write true or false")
+        return value
+
+    def choice(self, key: str, value: Any, allowed: tuple[str, ...]) -> str:
+        """One of some names."""
+        if value not in allowed:
+            raise self.mistake(key, value, "is not known", f"use one of {', '.join(allowed)}")
+        return str(value)
+
+
+Rule = Callable[[Plan, str, Any], str]
+
+
+def find(values: Any, path: str) -> Any:
+    """The value at a dotted path of nested dicts, or MISSING."""
+    for part in path.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return MISSING
+        values = values[part]
+    return values
+
+
+def place(values: dict[str, Any], path: str, value: Any) -> None:
+    """Puts a value at a dotted path, making the dicts on the way."""
+    *parents, leaf = path.split(".")
+    for part in parents:
+        inner = values.get(part)
+        values[part] = inner if isinstance(inner, dict) else {}
+        values = values[part]
+    values[leaf] = value
+
+
+def default_of(target: str) -> Any:
+    """Our own default of a setting; None for what has none."""
+    section: Any = Run
+    for part in target.split("."):
+        info = getattr(section, "model_fields", {}).get(part)
+        if info is None:
+            return None
+        default, section = info.default, _section(info.annotation)
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _section(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section(part)) is not None), None)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two values mean the same, `1e-4` and 0.0001 or `2GB` and 2000000000 included."""
+    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        return len(ours) == len(theirs) and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return all(key in ours and same(ours[key], value) for key, value in theirs.items())
+    if isinstance(ours, bool) or isinstance(theirs, bool):
+        return ours is theirs
+    if isinstance(ours, str) and isinstance(theirs, (int, float)):
+        try:
+            return bool(parse_number(ours) == theirs or parse_size(ours) == theirs)
+        except ValueError:
+            return False
+    return bool(ours == theirs)
+
+
+def show(value: Any) -> str:
+    """A value as RUN.yaml would have it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(show, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

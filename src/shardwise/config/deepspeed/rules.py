@@ -1,0 +1,424 @@
+"""How each honoured key becomes a value of ours. A rule sets values on the plan and says what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.config.deepspeed.plan import MISSING, NoEffect, Plan, Rule, find, show
+from shardwise.config.schema import DEEPSPEED_SCHEDULES
+
+REDUCE_BYTES = 4  # gradients are reduced in fp32
+
+
+def to(target: str, read: Callable[[Plan, str, Any], Any]) -> Rule:
+    """A key that is one of ours under another name."""
+
+    def rule(plan: Plan, key: str, value: Any) -> str:
+        return plan.auto(target) if value == "auto" else plan.put(key, target, read(plan, key, value))
+
+    return rule
+
+
+def flag(plan: Plan, key: str, value: Any) -> bool:
+    return plan.flag(key, value)
+
+
+def number(plan: Plan, key: str, value: Any) -> float:
+    return plan.number(key, value)
+
+
+def count(plan: Plan, key: str, value: Any) -> int:
+    return plan.whole(key, value, 1)
+
+
+# The step
+
+
+def clip(plan: Plan, key: str, value: Any) -> str:
+    """0 is DeepSpeed's way to say: do not clip."""
+    if value == "auto":
+        return plan.auto("train.clip")
+    return plan.put(key, "train.clip", plan.number(key, value) or None)
+
+
+def steps_per_print(plan: Plan, key: str, value: Any) -> str:
+    """null is DeepSpeed's way to say: never; our reports then come as the run says."""
+    if value is None:
+        return NoEffect("null asks for no report; the run reports as log.every says")
+    if value == "auto":
+        return plan.auto("log.every")
+    if value == float("inf"):
+        return NoEffect("infinity asks for no report; the run reports as log.every says")
+    return plan.put(key, "log.every", plan.whole(key, value, 1))
+
+
+def only(*fine: Any, why: str, remedy: str) -> Rule:
+    """A key of which some values are what happens here anyway, and every other is refused."""
+
+    def rule(plan: Plan, key: str, value: Any) -> str:
+        if value in fine or value == "auto":
+            return "as it is here always"
+        raise plan.mistake(key, value, why, remedy)
+
+    return rule
+
+
+# Precision
+
+
+def precision(plan: Plan, key: str, value: Any) -> str:
+    """fp16.enabled and bf16.enabled are two halves of one choice."""
+    fp16, bf16 = (_enabled(plan, block) for block in ("fp16", "bf16"))
+    if fp16 is True and bf16 is True:
+        raise plan.mistake(key, value, "fp16 and bf16 are both enabled", "set one of the two to false")
+    if fp16 is True or bf16 is True:
+        return plan.put(key, "precision", "fp16" if fp16 is True else "bf16")
+    if "auto" in (fp16, bf16):
+        said = plan.said("precision")
+        out = {"fp16" if fp16 is False else "", "bf16" if bf16 is False else ""} - {""}
+        if said in out and not plan.forgiving:
+            raise plan.mistake(key, value, f"contradicts precision = {said!r} of the run", "make the two agree")
+        return plan.auto("precision")
+    return plan.put(key, "precision", "fp32")
+
+
+def _enabled(plan: Plan, block: str) -> Any:
+    for name in (block, "bfloat16") if block == "bf16" else (block,):
+        value = find(plan.config, f"{name}.enabled")
+        if value is not MISSING:
+            return value if value == "auto" else plan.flag(f"{name}.enabled", value)
+    return None if find(plan.config, block) is MISSING else False
+
+
+def loss_scale(plan: Plan, key: str, value: Any) -> str:
+    """0 is DeepSpeed's way to say: dynamic."""
+    if value == "auto":
+        return plan.auto("loss_scale.value")
+    return plan.put(key, "loss_scale.value", plan.number(key, value) or "dynamic")
+
+
+def initial_scale(plan: Plan, key: str, value: Any) -> str:
+    if value == "auto":
+        return plan.auto("loss_scale.initial")
+    return plan.put(key, "loss_scale.initial", 2.0 ** plan.whole(key, value))
+
+
+# Optimizer
+
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "muon": "muon", "sgd": "sgd"}
+_REFUSED = {
+    "onebitadam": "1-bit Adam compresses its momentum with errors fed back; there is no such collective here",
+    "zerooneadam": "0/1 Adam skips communication between steps; there is no such optimizer here",
+    "onebitlamb": "1-bit LAMB compresses its momentum with errors fed back; there is no such collective here",
+    "lamb": "LAMB scales each layer's step by norms; there is no such optimizer here",
+    "muadam": "needs the mup package's groups, which a sharded model does not have",
+    "muadamw": "needs the mup package's groups, which a sharded model does not have",
+    "musgd": "needs the mup package's groups, which a sharded model does not have",
+    "adagrad": "there is no Adagrad here",
+    "adafactor": "torch's Adafactor and ours differ in their defaults, so that the name alone would mislead",
+}
+
+
+def optimizer_type(plan: Plan, key: str, value: Any) -> str:
+    """DeepSpeed's Adam is AdamW unless told otherwise, and decays every parameter it is given."""
+    name = str(value).lower()
+    if name not in OPTIMIZERS:
+        why = _REFUSED.get(name, "this optimizer is not here")
+        remedy = "use AdamW, Lion, Muon or SGD, or leave `optimizer` out and set train.optimizer in the run"
+        raise plan.mistake(key, value, why, remedy)
+    done = plan.put(key, "train.optimizer", OPTIMIZERS[name])
+    plan.put_default("optimizer.params (every parameter decays)", "train.decay_norms", True)
+    return done
+
+
+def learning_rate(plan: Plan, key: str, value: Any) -> str:
+    """Where the scheduler names its own peak, DeepSpeed's optimizer never sees this one."""
+    if value == "auto":
+        return plan.auto("train.learning_rate")
+    kind, rate = plan.get("scheduler.type"), plan.number(key, value)
+    ruled = _PEAKS.get(str(kind))
+    own = kind in ("WarmupDecayLR", "LRRangeTest")  # they have a peak of their own where none is given
+    if ruled and (own or plan.get(f"scheduler.params.{ruled}") is not None):
+        return NoEffect(f"the scheduler's {ruled} rules the rate, as in DeepSpeed")
+    return plan.put(key, "train.learning_rate", rate)
+
+
+def betas(plan: Plan, key: str, value: Any) -> str:
+    if value == "auto":
+        return plan.auto("train.betas")
+    if not isinstance(value, list) or len(value) != 2:
+        raise plan.mistake(key, value, "is not a pair of numbers", "write e.g. [0.9, 0.999]")
+    return plan.put(key, "train.betas", [plan.number(key, part) for part in value])
+
+
+def weight_decay(plan: Plan, key: str, value: Any) -> str:
+    if value == "auto":
+        return plan.auto("train.weight_decay")
+    decay = plan.number(key, value)
+    if decay and str(plan.get("optimizer.type")).lower() == "sgd":
+        why = "torch's SGD adds it to the gradient, ours takes it off the weight: with momentum that is not the same"
+        raise plan.mistake(key, value, why, "set it to 0, or leave `optimizer` out and use train.optimizer: sgd")
+    return plan.put(key, "train.weight_decay", decay)
+
+
+def adam_w_mode(plan: Plan, key: str, value: Any) -> str:
+    """Off means decay through the gradient, which is the same only where there is no decay."""
+    if value == "auto" or plan.flag(key, value) or str(plan.get("optimizer.type")).lower() == "adamw":
+        return "decoupled decay, as it is here always"
+    if plan.get("optimizer.params.weight_decay", 0):
+        why = "decay through the gradient (L2) is not here; AdamW takes it off the weight"
+        raise plan.mistake(key, value, why, "set it to true, or weight_decay to 0")
+    return "without weight decay both modes are the same"
+
+
+def momentum(plan: Plan, key: str, value: Any) -> str:
+    """For SGD and Muon: our first beta."""
+    if value == "auto":
+        return plan.auto("train.betas")
+    first = plan.number(key, value)
+    return plan.put(key, "train.betas", [first, list(plan.now("train.betas"))[1]])
+
+
+def same_rate(plan: Plan, key: str, value: Any) -> str:
+    """Muon's rate for matrices and for the rest: one rate here."""
+    if value == "auto" or value is None or value == plan.get("optimizer.params.lr", 1e-3):
+        return "the same as lr"
+    why = "one learning rate serves all parameters here"
+    raise plan.mistake(key, value, why, "set it to the value of lr, or remove it")
+
+
+def optimizer_defaults(plan: Plan) -> None:
+    """What DeepSpeed's optimizers take for what is not given."""
+    kind = str(plan.get("optimizer.type", "")).lower()
+    if kind not in OPTIMIZERS or "params" not in plan.config["optimizer"]:
+        plan_params: dict[str, Any] = {}
+    else:
+        plan_params = plan.config["optimizer"]["params"]
+    if kind not in OPTIMIZERS:
+        return
+
+    def default(name: str, target: str, value: Any) -> None:
+        if name not in plan_params:
+            plan.put_default(f"optimizer.params.{name}", target, value)
+
+    if "train.learning_rate" not in plan.sources:
+        default("lr", "train.learning_rate", 1e-3)
+    if kind in ("adam", "adamw", "lion"):
+        default("betas", "train.betas", [0.9, 0.999])
+    elif "betas" not in plan_params:
+        default("momentum", "train.betas", [0.95 if kind == "muon" else 0.0, 0.999])
+    decayed = kind in ("adam", "adamw") and bool(plan_params.get("torch_adam"))
+    default("weight_decay", "train.weight_decay", 0.01 if decayed else 0.0)
+
+
+# Scheduler
+
+_PEAKS = {
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+    "OneCycle": "cycle_max_lr",
+    "LRRangeTest": "lr_range_test_min_lr",
+}
+
+
+def scheduler_type(plan: Plan, key: str, value: Any) -> str:
+    """The schedule by its own name; see [Note: DeepSpeed's schedules]."""
+    if value not in DEEPSPEED_SCHEDULES:
+        known = ", ".join(DEEPSPEED_SCHEDULES)
+        raise plan.mistake(key, value, "is not one of DeepSpeed's schedules", f"use one of {known}")
+    return plan.put(key, "train.schedule", {"type": value})
+
+
+def schedule_parameter(plan: Plan, key: str, value: Any) -> str:
+    """A parameter of the schedule, under its own name."""
+    kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
+    schedule = find(plan.values, "train.schedule")
+    if kind not in DEEPSPEED_SCHEDULES or not isinstance(schedule, dict):
+        raise plan.mistake("scheduler.type", None, "is not given", f"add one of {', '.join(DEEPSPEED_SCHEDULES)}")
+    if name not in DEEPSPEED_SCHEDULES[kind].model_fields:
+        known = ", ".join(list(DEEPSPEED_SCHEDULES[kind].model_fields)[1:])
+        raise plan.mistake(key, value, f"{kind} has no such parameter", f"it has {known}")
+    if value == "auto":
+        return _schedule_auto(plan, schedule, name)
+    if isinstance(value, list):
+        raise plan.mistake(key, value, "one value per parameter group is not here", "give one number")
+    if value is None:
+        return "null, as if not given"
+    return plan.put(key, f"train.schedule.{name}", value)
+
+
+def _schedule_auto(plan: Plan, schedule: dict[str, Any], name: str) -> str:
+    if name == "warmup_num_steps":
+        schedule[name] = plan.now("train.warmup")
+        return f"auto → train.schedule.warmup_num_steps: {show(schedule[name])} (train.warmup)"
+    if name == "total_num_steps":
+        return "auto → the steps of the run"
+    default = DEEPSPEED_SCHEDULES[schedule["type"]].model_fields[name].default
+    return f"auto → train.schedule.{name}: {show(default)} (DeepSpeed's default)"
+
+
+def schedule_peak(plan: Plan, key: str, value: Any) -> str:
+    """The rate that the schedule is built around: train.learning_rate."""
+    kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
+    if _PEAKS.get(kind) != name:
+        raise plan.mistake(key, value, f"{kind} has no such parameter", f"remove {name}")
+    if value is None or value == "auto":
+        rate = plan.get("optimizer.params.lr")
+        lead = "auto → " if value == "auto" else "null → "
+        return lead + (plan.put(key, "train.learning_rate", rate) if rate else plan.auto("train.learning_rate")[7:])
+    if isinstance(value, list):
+        raise plan.mistake(key, value, "one value per parameter group is not here", "give one number")
+    return plan.put(key, "train.learning_rate", plan.number(key, value))
+
+
+def schedule_defaults(plan: Plan) -> None:
+    """Without a scheduler DeepSpeed's rate stays; WarmupDecayLR and LRRangeTest have a peak of their own."""
+    kind = plan.get("scheduler.type")
+    if kind is None:
+        silent = all(plan.said(f"train.{name}") is MISSING for name in ("schedule", "warmup"))
+        if silent:
+            plan.put_default("scheduler", "train.schedule", "constant")
+            plan.put_default("scheduler", "train.warmup", 0)
+        return
+    params = find(plan.config, "scheduler.params")
+    name = _PEAKS.get(str(kind))
+    if kind in ("WarmupDecayLR", "LRRangeTest") and name not in (params if isinstance(params, dict) else {}):
+        plan.put_default(f"scheduler.params.{name}", "train.learning_rate", 1e-3)
+    if kind == "OneCycle":
+        for needed in ("cycle_min_lr", "cycle_max_lr"):
+            if find(plan.config, f"scheduler.params.{needed}") is MISSING:
+                raise plan.mistake(f"scheduler.params.{needed}", None, "OneCycle needs it", "add e.g. 1e-4")
+
+
+# ZeRO
+
+
+def zero_as_flag(plan: Plan, key: str, value: Any) -> str:
+    """The form of early versions: true is stage 1."""
+    return plan.put(key, "parallel.zero", int(plan.flag(key, value)))
+
+
+def stage(plan: Plan, key: str, value: Any) -> str:
+    if value == "auto":
+        return plan.auto("parallel.zero")
+    number = plan.whole(key, value)
+    if number > 3:
+        raise plan.mistake(key, value, "there are stages 0 to 3", "use 0, 1, 2 or 3")
+    return plan.put(key, "parallel.zero", number)
+
+
+DEVICES = {"none": "none", "cpu": "cpu", "nvme": "disk"}
+
+
+def offload_device(what: str, least_stage: int) -> Rule:
+    """Where the optimizer's states or the parameters live; nvme is our disk."""
+
+    def rule(plan: Plan, key: str, value: Any) -> str:
+        target = f"offload.{what}"
+        if value == "auto":
+            return plan.auto(target)
+        value = "none" if value is None else value
+        device = DEVICES[plan.choice(key, value, tuple(DEVICES))]
+        at = int(plan.now("parallel.zero"))
+        if device != "none" and at < least_stage:
+            return NoEffect(f"needs stage {least_stage}, and this is stage {at}; DeepSpeed leaves it out too")
+        return plan.put(key, target, device)
+
+    return rule
+
+
+def cpu_offload(what: str) -> Rule:
+    """The flags of early versions."""
+
+    def rule(plan: Plan, key: str, value: Any) -> str:
+        return plan.put(key, f"offload.{what}", "cpu" if plan.flag(key, value) else "none")
+
+    return rule
+
+
+def nvme_path(plan: Plan, key: str, value: Any) -> str:
+    """One folder serves both; it matters where something goes to disk."""
+    device = plan.get(f"{key.rpartition('.')[0]}.device", "none")
+    if device != "nvme" or value in (None, "auto"):
+        return NoEffect("nothing of this goes to nvme" if device != "nvme" else "a folder of the run's own is used")
+    return plan.put(key, "offload.disk", str(value))
+
+
+def offload_ratio(plan: Plan, key: str, value: Any) -> str:
+    if plan.get("zero_optimization.offload_optimizer.device", "none") == "none":
+        return NoEffect("nothing is offloaded")
+    if value == "auto":
+        return plan.auto("offload.ratio")
+    share = plan.number(key, value)
+    if share > 1:
+        raise plan.mistake(key, value, "is a share", "write a number from 0 to 1")
+    return plan.put(key, "offload.ratio", share)
+
+
+def bucket(plan: Plan, key: str, value: Any) -> str:
+    """Elements there, bytes here: the smaller of the two buckets bounds the one we have."""
+    if value == "auto":
+        return plan.auto("parallel.bucket")
+    name = key.rpartition(".")[2]
+    elements = plan.whole(key, value)
+    if name == "allgather_bucket_size" and int(plan.now("parallel.zero")) == 3:
+        return NoEffect("stage 3 gathers unit by unit; DeepSpeed reads it at stages 1 and 2 alone")
+    if not elements:
+        raise plan.mistake(key, value, "a bucket of nothing moves nothing", "use e.g. 500000000")
+    earlier = find(plan.values, "parallel.bucket")
+    size = elements * REDUCE_BYTES
+    if earlier is not MISSING and earlier <= size:
+        return NoEffect(f"the other bucket is smaller: parallel.bucket: {earlier}")
+    if earlier is not MISSING:
+        plan.values["parallel"].pop("bucket")
+    return f"{plan.put(key, 'parallel.bucket', size)} ({elements:,} elements of {REDUCE_BYTES} bytes)"
+
+
+def secondary_shard(plan: Plan, key: str, value: Any) -> str:
+    if value == "auto":
+        return plan.auto("parallel.secondary_shard")
+    size = plan.whole(key, value)
+    if size > 1 and int(plan.now("parallel.zero")) != 3:
+        return NoEffect("hpZ is of stage 3; DeepSpeed leaves it out at other stages too")
+    return plan.put(key, "parallel.secondary_shard", size if size > 1 else None)
+
+
+def quantize(target: str) -> Rule:
+    """qwZ and qgZ are of stage 3 there."""
+
+    def rule(plan: Plan, key: str, value: Any) -> str:
+        if value == "auto":
+            return plan.auto(target)
+        on = plan.flag(key, value)
+        if on and int(plan.now("parallel.zero")) != 3:
+            return NoEffect("is of stage 3; DeepSpeed leaves it out at other stages too")
+        return plan.put(key, target, on)
+
+    return rule
+
+
+def mics(plan: Plan, key: str, value: Any) -> str:
+    """MiCS is hybrid sharding; below 1 it is off."""
+    size = int(plan.number(key, value, -1))
+    return plan.put(key, "parallel.shard", size) if size > 0 else NoEffect("off")
+
+
+# Activations and reports
+
+
+def cpu_checkpointing(plan: Plan, key: str, value: Any) -> str:
+    """Inputs of recomputed blocks on the host; needs recomputation."""
+    if value == "auto" or not plan.flag(key, value):
+        return NoEffect("off")
+    plan.put(key, "recompute", "full")
+    return f"{plan.put(key, 'offload.activations', 'cpu')}, recompute: full"
+
+
+def csv_folder(plan: Plan, key: str, value: Any) -> str:
+    """One folder from output_path and job_name, as DeepSpeed joins them."""
+    if not plan.get("csv_monitor.enabled", False):
+        return NoEffect("csv_monitor is off")
+    path = plan.get("csv_monitor.output_path", "")
+    name = plan.get("csv_monitor.job_name", "DeepSpeedJobName")
+    return plan.put(key, "log.csv", f"{path}/{name}" if path else str(name))

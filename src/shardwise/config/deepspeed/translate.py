@@ -1,0 +1,184 @@
+"""From a DeepSpeed config to our values, with an account that misses no key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.deepspeed import rules
+from shardwise.config.deepspeed.batch import Batch, put_batch
+from shardwise.config.deepspeed.plan import MISSING, Entry, NoEffect, Plan, find, show
+from shardwise.config.deepspeed.table import TABLE, Key
+from shardwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A DeepSpeed config in our terms.
+
+    `values` has RUN.yaml's shape and holds only what the config decides; `account` has each key that was met, and
+    DeepSpeed's defaults that were taken over; `sources` names the key behind each of our values by dotted path.
+    """
+
+    values: dict[str, Any]
+    account: tuple[Entry, ...]
+    batch: Batch
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def translate(
+    config: dict[str, Any],
+    *,
+    ranks: int,
+    run: dict[str, Any] | None = None,
+    file: str = "ds_config.json",
+    forgiving: bool = False,
+) -> Translation:
+    """Translates; raises UserError for a key that is unknown, refused, wrong, or contradicts the run.
+
+    `run` is what RUN.yaml says (nested): it answers "auto". `forgiving` lets it contradict (the command line).
+    """
+    plan = Plan(config, ranks, run or {}, file, forgiving)
+    met = dict(_met(plan, config))
+    order = {path: place for place, path in enumerate(TABLE)}
+    if find(config, "zero_optimization.stage") is MISSING and not isinstance(config.get("zero_optimization"), bool):
+        plan.put_default("zero_optimization.stage", "parallel.zero", 0)
+    for path in sorted(met, key=lambda p: order[_row(p).path]):
+        _account(plan, path, met[path])
+    if plan.refusals:
+        first, more = plan.refusals[0], len(plan.refusals) - 1
+        rest = f" (and {more} more key{'s' * (more > 1)} of this kind)" if more else ""
+        raise UserError(first.field, first.value, first.problem + rest, first.remedy)
+    batch = put_batch(plan)
+    _defaults(plan)
+    return Translation(plan.values, tuple(plan.account), batch, plan.sources)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Reads the JSON file; a key given twice is refused, as by DeepSpeed."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) < len(items):
+            twice = next(key for key, _ in items if sum(key == other for other, _ in items) > 1)
+            raise UserError(f"{file}: {twice}", None, "given twice", "keep one of the two")
+        return result
+
+    field_name = "parallel.deepspeed"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=pairs)
+    except FileNotFoundError:
+        names = [p.name for p in file.parent.glob("*.json")] if file.parent.is_dir() else []
+        near = difflib.get_close_matches(file.name, names, n=1)
+        remedy = f"did you mean {file.parent / near[0]}?" if near else "give the path of a DeepSpeed config"
+        raise UserError(field_name, str(file), "there is no such file", remedy) from None
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
+        raise UserError(field_name, str(file), problem, "give a JSON file") from None
+    except ValueError as error:
+        place = f"{file}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
+        problem = f"not valid JSON: {getattr(error, 'msg', error)}"
+        raise UserError(field_name, place, problem, "check commas, quotes and brackets; JSON has no comments") from None
+    if not isinstance(values, dict):
+        raise UserError(field_name, str(file), f"holds a {type(values).__name__}", "write a JSON object: { … }")
+    return values
+
+
+def _met(plan: Plan, values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of the config that the table has a row for; a block of one row counts as one key."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if (path in TABLE and not (isinstance(value, dict) and _is_section(path))) or f"{path}.*" in TABLE:
+            yield path, value
+        elif not _is_section(path):
+            plan.refusals.append(plan.mistake(path, value, "unknown key", _nearest(path)))
+        elif isinstance(value, dict):
+            yield from _met(plan, value, f"{path}.")
+        elif value is None:
+            continue  # `"offload_param": null` is how some leave a block out
+        else:
+            raise plan.mistake(path, value, "expected a block with settings of its own", f'write "{name}": {{ … }}')
+
+
+def _is_section(path: str) -> bool:
+    return any(known.startswith(f"{path}.") and known != f"{path}.*" for known in TABLE)
+
+
+def _row(path: str) -> Key:
+    return TABLE[path] if path in TABLE else TABLE[f"{path}.*"]
+
+
+def _account(plan: Plan, path: str, value: Any) -> None:
+    key = _row(path)
+    if key.verdict == "refused":
+        if value == "auto" or value in key.off or _switched_off(value):
+            plan.account.append(Entry(path, value, "no effect", "switched off, as it is here"))
+        else:
+            plan.refusals.append(plan.mistake(path, _brief(value), f"is refused: {key.note}", key.remedy))
+        return
+    block = path.rpartition(".")[0]
+    if block and not path.endswith(".enabled") and find(plan.config, f"{block}.enabled") is False:
+        plan.account.append(Entry(path, value, "no effect", f"{block} is switched off"))
+        return
+    if key.rule is None:
+        plan.account.append(Entry(path, value, "no effect", key.note))
+        return
+    done = key.rule(plan, path, value)
+    plan.account.append(Entry(path, value, "no effect" if isinstance(done, NoEffect) else "honoured", done))
+
+
+def _switched_off(value: Any) -> bool:
+    """A block that asks for nothing: `enabled` is false there, or wherever it stands below."""
+    if not isinstance(value, dict):
+        return False
+    if "enabled" in value:
+        return value["enabled"] in (False, "auto")
+    if set(value) == {"autotp_size"}:
+        return value["autotp_size"] in (0, 1)
+    return all(_switched_off(inner) for inner in value.values())
+
+
+def _brief(value: Any) -> Any:
+    return None if isinstance(value, dict) else value
+
+
+def _nearest(path: str) -> str:
+    """The key that was meant: the nearest in its block, else the same or a near name elsewhere."""
+    block, _, name = path.rpartition(".")
+    names = {known.removesuffix(".*") for known in TABLE}
+    names |= {parent for known in names for parent in _parents(known)}
+    here = {known.rpartition(".")[2]: known for known in names if known.rpartition(".")[0] == block}
+    anywhere = {known.rpartition(".")[2]: known for known in sorted(names, reverse=True)}
+    if name in anywhere:
+        return f"did you mean {anywhere[name]}?"
+    for known in (here, anywhere):
+        if near := difflib.get_close_matches(name, list(known), n=1, cutoff=0.6):
+            return f"did you mean {known[near[0]]}?"
+    return "docs/deepspeed.md has every key; remove this one"
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _defaults(plan: Plan) -> None:
+    """What DeepSpeed does where the config is silent, unless the run speaks."""
+    rules.optimizer_defaults(plan)
+    rules.schedule_defaults(plan)
+    blocks = [find(plan.config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")]
+    if all(value is MISSING for value in blocks):
+        plan.put_default("fp16, bf16", "precision", "fp32")
+    if blocks[0] in (True, "auto"):
+        plan.put_default("fp16.loss_scale_window", "loss_scale.growth_every", 1000)
+        plan.put_default("fp16.hysteresis", "loss_scale.hysteresis", 2)
+
+
+def line(entry: Entry) -> tuple[str, str, str]:
+    """One entry as three columns: key and value, verdict, what was done."""
+    met = f"{entry.key}: {show(entry.value)}" if entry.given else f"({entry.key})"
+    return met, entry.verdict, entry.done
