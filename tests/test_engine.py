@@ -8,7 +8,7 @@ import pytest
 from support import scenarios
 from support.ranks import run_ranks
 
-from shardwise.engine import checked_config
+from shardwise.engine import _check
 from shardwise.errors import UserError
 
 
@@ -35,6 +35,6 @@ def test_default_optimizer_trains(tmp_path: Path) -> None:
 
 def test_mistakes_name_the_field() -> None:
     with pytest.raises(UserError, match="did you mean accumulate"):
-        checked_config({"acumulate": 2})
+        _check({"acumulate": 2})
     with pytest.raises(UserError, match=r"config\.parallel\.zero"):
-        checked_config({"parallel": {"zero": 7}})
+        _check({"parallel": {"zero": 7}})

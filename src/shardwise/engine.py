@@ -165,7 +165,7 @@ def initialize(
     model.parameters() that has not stepped yet, which is rebuilt over the shards. `fill`: for a model whose
     parameters are on `meta`: writes the values into its shards.
     """
-    checked = config if isinstance(config, EngineConfig) else checked_config(config or {})
+    checked = config if isinstance(config, EngineConfig) else _check(config or {})
     cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
@@ -199,8 +199,7 @@ def _check_cpu(precision: str) -> None:
             raise UserError("config.precision", precision, problem, f"start Python with {name}={value}, or use fp32")
 
 
-def checked_config(values: dict[str, Any]) -> EngineConfig:
-    """The config, or the user error that names the field."""
+def _check(values: dict[str, Any]) -> EngineConfig:
     try:
         return EngineConfig.model_validate(values)
     except ValidationError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,22 +14,21 @@ from shardwise.deepspeed import fragments, store
 from shardwise.deepspeed.data import DeepSpeedDataLoader
 from shardwise.deepspeed.partition import ZeroParamStatus, keep_rows, whole
 from shardwise.deepspeed.refused import refuse
-from shardwise.deepspeed.settings import Batch, block
+from shardwise.deepspeed.settings import Batch
 from shardwise.engine import Engine
-from shardwise.errors import UserError
+from shardwise.errors import RunFailed, UserError
 from shardwise.zero.stages import COMPUTE
-
-logger = logging.getLogger("shardwise.deepspeed")
 
 
 class DeepSpeedEngine(nn.Module):
     """A sharded model with its optimizer and scheduler; what it does not know it asks the model."""
 
-    def __init__(self, core: Engine, config: dict[str, Any], batch: Batch, scheduler: Any, data: Any) -> None:
+    def __init__(self, core: Engine, config: dict[str, Any], batch: Batch, scheduler: Any) -> None:
         super().__init__()
         self.module = core.module
         self.core, self.config, self._batch = core, config, batch
-        self.optimizer, self.lr_scheduler, self.training_dataloader = core.optimizer, scheduler, data
+        self.optimizer, self.lr_scheduler = core.optimizer, scheduler
+        self.training_dataloader: DeepSpeedDataLoader | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._applied, self._apart = False, False
         fragments.adopt(core)
@@ -67,16 +65,18 @@ class DeepSpeedEngine(nn.Module):
         """After each backward; updates the parameters and the rate at the end of an accumulation."""
         if self._apart:
             raise UserError("engine.step()", None, "is called inside no_sync()", "call it after the context")
-        before = self._scale()
         updated = self.core.step()
         self.micro_steps += 1
         self._applied = False
         if not updated:
             return
-        # GradScaler lowers its scale exactly when it skipped the update.
-        self._applied = not self._overflowed(before)
+        assert self.core.grad_norm is not None
+        # Scaled gradients that overflowed are what makes the norm infinite, and the scaler skip the update.
+        self._applied = not self.fp16_enabled() or bool(self.core.grad_norm.isfinite())
         if not self._applied:
             self.skipped_steps += 1
+            if trouble := self.core.scaler.trouble():
+                raise RunFailed(trouble)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
@@ -86,7 +86,7 @@ class DeepSpeedEngine(nn.Module):
             shown = (
                 f"step {self.global_steps}, skipped {self.skipped_steps}, rate {self.get_lr()}, mom {self.get_mom()}"
             )
-            logger.info(shown)
+            print(shown, flush=True)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the parameters."""
@@ -201,7 +201,7 @@ class DeepSpeedEngine(nn.Module):
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts."""
-        return self.fp16_enabled() and not block(self.config, "fp16").get("loss_scale")
+        return self.fp16_enabled() and self.core.config.loss_scale.value == "dynamic"
 
     def loss_scale(self) -> float:
         """The loss scale now; 1 without fp16."""
@@ -395,9 +395,6 @@ class DeepSpeedEngine(nn.Module):
 
     def _scale(self) -> float:
         return float(self.core.scaler.get_scale()) if self.core.scaler.is_enabled() else 1.0
-
-    def _overflowed(self, before: float) -> bool:
-        return self._scale() < before
 
 
 def _mark(parameter: Any, number: int) -> None:

@@ -1,16 +1,23 @@
-"""A DeepSpeed config, read: the file or dictionary, the three batch sizes, and what the engine is told."""
+"""A DeepSpeed config, read: what the engine is told, the batch sizes, and the account of every key.
+
+The table of `shardwise.config.deepspeed` decides on every key but `optimizer` and `scheduler`: those two are built here
+as DeepSpeed builds them, over the script's own groups of parameters.
+"""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.deepspeed import line, translate
+from shardwise.config.deepspeed import read_config as read_file
+from shardwise.config.deepspeed.plan import default_of
 from shardwise.engine import EngineConfig
 from shardwise.errors import UserError
 
-TRAIN, MICRO, ACCUMULATE = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BUILT_HERE = ("optimizer", "scheduler")
+TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.schedule", "train.warmup", "log.every")
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,16 @@ class Batch:
     train: int
     micro: int
     accumulate: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The config as it was given, what `shardwise.initialize` takes, and one line per key that was met."""
+
+    config: dict[str, Any]
+    engine: dict[str, Any]
+    batch: Batch
+    account: tuple[tuple[str, str, str], ...]
 
 
 def read_config(config: Any, args: Any) -> dict[str, Any]:
@@ -33,62 +50,52 @@ def read_config(config: Any, args: Any) -> dict[str, Any]:
         raise UserError("config", None, "is missing", "pass config=… to initialize, or --deepspeed_config FILE")
     if isinstance(config, dict):
         return dict(config)
-    path = Path(str(config)).expanduser()
     try:
-        values = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError("deepspeed_config", str(path), f"cannot be read ({error.strerror})", "check the path") from None
-    except ValueError as error:
-        raise UserError("deepspeed_config", str(path), f"is no valid JSON ({error})", "mend the file") from None
-    if not isinstance(values, dict):
-        raise UserError("deepspeed_config", str(path), "holds no JSON object", "see DeepSpeed's configuration page")
-    return values
+        return read_file(Path(str(config)).expanduser())
+    except UserError as error:
+        raise UserError("deepspeed_config", error.value, error.problem, error.remedy) from None
 
 
-def batch_of(config: dict[str, Any], ranks: int) -> Batch:
-    """The three batch sizes, of which any two (or one of the batch sizes) give the rest."""
-    found = {}
-    for key in (TRAIN, MICRO, ACCUMULATE):
-        value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            remedy = "give a number; `auto` is for the Hugging Face Trainer, which fills it in"
-            raise UserError(key, value, "must be a whole number above 0", remedy)
-        found[key] = value
-    train, micro, accumulate = found[TRAIN], found[MICRO], found[ACCUMULATE]
-    if micro is None and train is None:
-        raise UserError(TRAIN, None, f"neither it nor {MICRO} is given", f"add e.g. {MICRO}: 4")
-    if micro is None:
-        assert train is not None
-        micro = train // ((accumulate or 1) * ranks)
-    if accumulate is None:
-        accumulate = 1 if train is None else train // (micro * ranks) if micro else 0
-    train = micro * accumulate * ranks if train is None else train
-    if not micro or not accumulate or train != micro * accumulate * ranks:
-        problem = f"is not {MICRO} ({micro}) × {ACCUMULATE} ({accumulate}) × {ranks} ranks"
-        raise UserError(TRAIN, train, problem, "change one of them, or leave one out to have it computed")
-    return Batch(train, micro, accumulate)
+def settle(config: dict[str, Any], ranks: int) -> Settings:
+    """Translates the config; raises UserError for what is unknown, refused, or has no place in a script's own loop."""
+    rest = {key: value for key, value in config.items() if key not in BUILT_HERE}
+    done = translate(rest, ranks=ranks, file="config")
+    found = done.batch
+    if found.train is None or found.micro is None or found.rounds is None:
+        remedy = "give a number: there is nothing here to resolve it by"
+        raise UserError("train_micro_batch_size_per_gpu", "auto", "is not decided", remedy)
+    batch = Batch(found.train, found.micro, found.rounds)
+    values = {key: value for key, value in done.values.items() if key in EngineConfig.model_fields}
+    values |= {"accumulate": batch.accumulate, "clip": done.values.get("train", {}).get("clip")}
+    account = [line(entry) for entry in done.account if entry.given]
+    for path, value in _leaves({k: v for k, v in done.values.items() if k not in values}):
+        if path in TAKEN or value == default_of(path):
+            continue
+        if not path.startswith("log."):
+            problem = f"sets {path}: {value}, which has no place in a script's own loop"
+            raise UserError(
+                f"config: {done.sources.get(path, path)}", None, problem, "remove it, or use shardwise train"
+            )
+        shown = f"{done.sources.get(path, path)}: {value}"
+        account = [row for row in account if not row[0].startswith(shown.split(":")[0])]
+        account.append((shown, "no effect", "reports are the script's own"))
+    return Settings(config, values, batch, tuple(account))
 
 
-def block(config: dict[str, Any], *names: str) -> dict[str, Any]:
-    """A section of the config under the first of its names that is there; empty where there is none."""
-    for name in names:
-        if isinstance(value := config.get(name), dict):
-            return value
-    return {}
+def print_account(settings: Settings) -> None:
+    """What became of each key, as three columns."""
+    named = [(key, "honoured", f"{(settings.config.get(key) or {}).get('type')}, over the script's parameters")
+             for key in BUILT_HERE if settings.config.get(key)]  # fmt: skip
+    rows = [*named, *settings.account]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else [0, 0]
+    print("DeepSpeed config:", flush=True)
+    for key, verdict, text in rows:
+        print(f"  {key:{widths[0]}}  {verdict:{widths[1]}}  {text}", flush=True)
 
 
-def engine_values(config: dict[str, Any], batch: Batch, ranks: int) -> dict[str, Any]:
-    """What `EngineConfig` takes, from the config."""
-    zero = block(config, "zero_optimization")
-    fp16, bf16 = block(config, "fp16").get("enabled"), block(config, "bf16", "bfloat16").get("enabled")
-    return {
-        "parallel": {"zero": int(zero.get("stage", 0))},
-        "precision": "fp16" if fp16 else "bf16" if bf16 else "fp32",
-        "accumulate": batch.accumulate,
-        "clip": config.get("gradient_clipping") or None,
-    }
-
-
-def known_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """The sections that the engine has."""
-    return {key: value for key, value in values.items() if key in EngineConfig.model_fields}
+def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        found += _leaves(value, f"{path}.") if isinstance(value, dict) and value else [(path, value)]
+    return found

@@ -16,7 +16,7 @@ from shardwise.deepspeed.comm import PORT, init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.partition import release
 from shardwise.deepspeed.refused import refuse
-from shardwise.deepspeed.settings import batch_of, engine_values, read_config
+from shardwise.deepspeed.settings import print_account, read_config, settle
 from shardwise.errors import UserError
 
 
@@ -42,8 +42,9 @@ def initialize(
         raise refuse("initialize(mpu=…, mesh_param=…)", "all ranks share the data; leave it out")
     values = read_config(config if config is not None else config_params, args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    ranks = dist.get_world_size()
-    batch = batch_of(values, ranks)
+    settings = settle(values, dist.get_world_size())
+    if dist.get_rank() == 0:
+        print_account(settings)
 
     replaced, fill = release(model)
     groups = [
@@ -59,9 +60,9 @@ def initialize(
         remedy = "add an optimizer block to the config, or pass optimizer=… to initialize"
         raise UserError("optimizer", None, "neither the config nor the script names one", remedy)
     model.float()
-    sharded = core.initialize(model, built, core.checked_config(engine_values(values, batch, ranks)), fill)
+    sharded = core.initialize(model, built, settings.engine, fill)
     scheduler = _scheduler(lr_scheduler, values, sharded.optimizer)
-    engine = DeepSpeedEngine(sharded, values, batch, scheduler, None)
+    engine = DeepSpeedEngine(sharded, values, settings.batch, scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, sharded.optimizer, engine.training_dataloader, scheduler

@@ -46,7 +46,20 @@ __all__ = [
     "set_z3_leaf_modules",
 ]
 
-logger = logging.getLogger("shardwise.deepspeed")
+
+def _logger() -> logging.Logger:
+    """Scripts expect lines of level INFO to appear without any setting up."""
+    made = logging.getLogger("shardwise.deepspeed")
+    if not made.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        made.addHandler(handler)
+        made.setLevel(logging.INFO)
+        made.propagate = False
+    return made
+
+
+logger = _logger()
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
