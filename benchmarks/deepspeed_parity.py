@@ -1,6 +1,6 @@
 """Runs one training script on DeepSpeed and on shardwise, on two CPU ranks, and shows how far apart they are.
 
-    python benchmarks/deepspeed_parity.py --deepspeed-python VENV/bin/python [--record tests/deepspeed_api/reference.json]
+    python benchmarks/deepspeed_parity.py --deepspeed-python VENV/bin/python [--record FILE]
 
 The script is examples/deepspeed/train.py; on DeepSpeed its import line reads `import deepspeed`, and nothing else
 differs. VENV needs `pip install torch deepspeed`; no compiled operator is used (torch_adam). Compared for each of 30
