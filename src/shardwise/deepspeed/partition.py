@@ -212,6 +212,8 @@ class _Dividing(TorchFunctionMode):
         kwargs = kwargs or {}
         target = args[0] if args else kwargs.get("tensor")
         name = getattr(func, "__name__", "")
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            return self._change(func, kwargs["out"], args, kwargs)
         if name == "__getitem__" and isinstance(target, DTensor):
             copy = whole(target)
             return _tagged(func(copy, *args[1:]), target, copy)
@@ -262,9 +264,7 @@ def _tagged(view: torch.Tensor, source: DTensor, copy: torch.Tensor) -> torch.Te
 
 
 def _divide(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    placements = [Shard(0)] if tensor.ndim else [Replicate()]
-    # No broadcast here: most are registered before they have values.
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    return distribute_tensor(tensor, mesh, [Shard(0)] if tensor.ndim else [Replicate()], src_data_rank=0)
 
 
 def _all_ranks() -> DeviceMesh:
