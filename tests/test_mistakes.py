@@ -55,6 +55,11 @@ def said(role: Any, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+def ds(**keys: Any) -> dict[str, str | bytes]:
+    """A DeepSpeed config beside the run."""
+    return {"ds.json": json.dumps({"train_batch_size": 4} | keys)}
+
+
 def edit_config(**changes: Any) -> Prepare:
     def edit(folder: Path) -> None:
         file = folder / "model" / "config.json"
@@ -146,6 +151,27 @@ MISTAKES = [
     Mistake("config of an unknown key", ("trian = 1", "on the command line"), "train?",
             args=("config", "run.yaml", "trian=1")),
     Mistake("config without a file", ("RUN.yaml: ", "is needed"), "config RUN.yaml", args=("config",)),
+    # a DeepSpeed config
+    Mistake("no DeepSpeed config", ("parallel.deepspeed = 'dsx.json'", "no such file"), "ds.json?",
+            {"parallel.deepspeed": "dsx.json"}, files=ds()),
+    Mistake("DeepSpeed config with a comma too many", ("parallel.deepspeed = 'ds.json:2'", "not valid JSON"), "commas",
+            {"parallel.deepspeed": "ds.json"}, files={"ds.json": '{"train_batch_size": 4,\n}'}),
+    Mistake("unknown key of a DeepSpeed config", ("ds.json: gradient_cliping = 1", "unknown key"), "gradient_clipping?",
+            {"parallel.deepspeed": "ds.json"}, files=ds(gradient_cliping=1)),
+    Mistake("refused key of a DeepSpeed config", ("ds.json: elasticity: ", "is refused"), "train_batch_size",
+            {"parallel.deepspeed": "ds.json"}, files=ds(elasticity={"enabled": True})),
+    Mistake("DeepSpeed config against RUN.yaml", ("ds.json: train_batch_size = 8", "train.batch_size = 4"), '"auto"',
+            {"parallel.deepspeed": "ds.json"}, files=ds(train_batch_size=8)),
+    Mistake("DeepSpeed batch that does not multiply", ("ds.json: train_batch_size = 4", "3 × gradient"), "use 3",
+            {"parallel.deepspeed": "ds.json"}, files=ds(train_micro_batch_size_per_gpu=3)),
+    Mistake("schedule of DeepSpeed misspelled", ("train.schedule.warmup_steps = 3", "unknown key"), "warmup_num_steps?",
+            {"train.schedule": {"type": "WarmupLR", "warmup_steps": 3}}),
+    Mistake("loss scale below its least", ("loss_scale.initial = 1", "below minimum = 4"), "raise initial",
+            {"loss_scale": {"initial": 1, "minimum": 4}}),
+    Mistake("CSV below a file", ("log.csv = 'chat.jsonl/csv'", "chat.jsonl is a file"), "may write",
+            {"log.csv": "chat.jsonl/csv"}),
+    Mistake("config from no DeepSpeed config", ("parallel.deepspeed = 'x.json'", "no such file"), "DeepSpeed config",
+            args=("config", "--from-deepspeed", "x.json")),
     # ranks and devices
     Mistake("batch not divisible", ("train.batch_size = 4", "among 3 ranks"), "use 3 or 6", {"ranks": 3}),
     Mistake("micro batch not dividing", ("train.micro_batch_size = 3", "4 sequences per rank"), "[1, 2, 4]",

@@ -57,10 +57,9 @@ def train(
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
     trainer = Trainer(run_file, *(overrides or ()))
-    if loud:
-        print_account(trainer.loaded.account)
     job = trainer.prepare(say)
     if loud:
+        print_account(trainer.loaded.account, job.run)
         print_plan(job)
     result = trainer.fit(say)
     if main_rank:

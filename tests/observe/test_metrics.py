@@ -118,3 +118,24 @@ def test_a_failed_truncate_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
     metrics.close()
     assert _steps(path) == [1, 2, 3, 4, 5, 6]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_csv_files_follow_the_records(tmp_path: Path) -> None:
+    """One file per figure with step and value; after a cut they say what metrics.jsonl says, and go on from there."""
+    from shardwise.observe.tables import Tables
+
+    def column(name: str) -> list[list[str]]:
+        return [line.split(",") for line in (tmp_path / "csv" / name).read_text().split()]
+
+    file = MetricsFile(tmp_path / "metrics.jsonl", Tables(tmp_path / "csv"))
+    for step in (1, 2, 3):
+        file.append({"kind": "train", "step": step, "loss": step / 2, "grad_norm": math.inf if step == 2 else 1.0})
+    file.append({"kind": "eval", "step": 3, "loss": 0.25})
+    assert column("train_loss.csv") == [["step", "loss"], ["1", "0.5"], ["2", "1.0"], ["3", "1.5"]]
+    assert column("train_grad_norm.csv")[2] == ["2", ""]
+    file.truncate_after(2)
+    assert column("train_loss.csv") == [["step", "loss"], ["1", "0.5"], ["2", "1.0"]]
+    assert not (tmp_path / "csv/eval_loss.csv").exists()
+    file.append({"kind": "train", "step": 3, "loss": 9.0})
+    assert column("train_loss.csv")[-1] == ["3", "9.0"]
+    file.close()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.config.schema import Train
-from shardwise.optim.schedules import learning_rate
+from shardwise.optim.schedules import learning_rate, set_rates
 
 PEAK = 2e-3
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -78,3 +81,32 @@ def test_always_between_zero_and_the_peak(schedule: str, warmup: object, total: 
     assert found[: top + 1] == sorted(found[: top + 1]) and found[top:] == sorted(found[top:], reverse=True)
     if warmup in ("100%", 1000):
         assert found == pytest.approx([(step + 1) / total for step in range(total)]), "it has the whole run, no more"
+
+
+REFERENCE = json.loads((Path(__file__).parent / "deepspeed_reference.json").read_text())
+PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
+
+
+@pytest.mark.parametrize("case", REFERENCE["schedules"], ids=lambda c: f"{c['type']}-{len(c['params'])}")
+def test_deepspeed_s_schedules_are_deepspeed_s(case: dict[str, Any]) -> None:
+    """Rate and momentum of every update, as printed by DeepSpeed itself (benchmarks/deepspeed_reference.py)."""
+    own = {name: value for name, value in case["params"].items() if name not in PEAKS}
+    train = Train(learning_rate=REFERENCE["peak"], betas=(0.9, 0.999), schedule={"type": case["type"]} | own)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=train.betas)
+    found: list[float] = []
+    momenta: list[float] = []
+    for step in range(REFERENCE["updates"]):
+        assert set_rates(optimizer, train, step, REFERENCE["updates"]) == optimizer.param_groups[0]["lr"]
+        found.append(optimizer.param_groups[0]["lr"])
+        momenta.append(optimizer.param_groups[0]["betas"][0])
+    assert found == pytest.approx(case["rates"], rel=0, abs=1e-15)
+    assert momenta == pytest.approx(case["momenta"], rel=0, abs=1e-15)
+    assert len(set(found)) > 2
+
+
+def test_deepspeed_s_schedules_end_with_the_run() -> None:
+    """Without total_num_steps the decay ends where the run does; a warm-up may be a share of it."""
+    schedule = {"type": "WarmupDecayLR", "warmup_num_steps": "10%"}
+    named = {"type": "WarmupDecayLR", "warmup_num_steps": 10, "total_num_steps": 100}
+    assert rates(100, schedule=schedule) == rates(100, schedule=named)
+    assert rates(50, schedule=schedule) != rates(50, schedule=named)

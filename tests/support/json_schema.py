@@ -43,6 +43,13 @@ def _any_of(value: Any, wanted: list[Any], schema: Any, root: Any, path: str) ->
     return [] if not all(results) else [line for result in results for line in result]
 
 
+def _one_of(value: Any, wanted: list[Any], schema: Any, root: Any, path: str) -> list[str]:
+    results = [complaints(value, one, root, path) for one in wanted]
+    fits = sum(not result for result in results)
+    many = [f"{path}: {value!r} fits {fits} alternatives"] if fits > 1 else []
+    return many if fits else [line for result in results for line in result]
+
+
 def _ref(value: Any, wanted: str, schema: Any, root: Any, path: str) -> list[str]:
     return complaints(value, root["$defs"][wanted.removeprefix("#/$defs/")], root, path)
 
@@ -72,6 +79,7 @@ _CHECKS: dict[str, Any] = {
     "properties": _properties,
     "additionalProperties": _additional,
     "anyOf": _any_of,
+    "oneOf": _one_of,
     "$ref": _ref,
     "items": _items,
     "prefixItems": _prefix,

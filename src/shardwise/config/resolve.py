@@ -202,6 +202,14 @@ def check_output(run: Run) -> None:
     from shardwise.checkpoint.store import choose_checkpoint
 
     target = Path(run.output).expanduser()
+    _check_writable("output", run.output)
+    if run.log.csv is not None:
+        _check_writable("log.csv", run.log.csv)
+    choose_checkpoint(run.resume, target / "checkpoints")
+
+
+def _check_writable(field_name: str, path: str) -> None:
+    target = Path(path).expanduser()
     try:
         existing = target
         while not existing.exists():
@@ -212,5 +220,4 @@ def check_output(run: Run) -> None:
             pass
     except OSError as error:
         problem = f"cannot be written ({error.strerror or error})"
-        raise UserError("output", run.output, problem, "choose a folder you may write to") from None
-    choose_checkpoint(run.resume, target / "checkpoints")
+        raise UserError(field_name, path, problem, "choose a folder you may write to") from None

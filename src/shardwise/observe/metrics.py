@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.observe.tables import Tables
 
 Record = dict[str, Any]
 
@@ -20,8 +21,8 @@ Record = dict[str, Any]
 class MetricsFile:
     """Appends records to a metrics file that other processes may follow; one writer at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, tables: Tables | None = None) -> None:
+        self.path, self._tables = path, tables
         path.parent.mkdir(parents=True, exist_ok=True)
         _mend_tail(path)
         self._file = path.open("ab")
@@ -35,6 +36,8 @@ class MetricsFile:
         line = json.dumps(clean, ensure_ascii=False, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
+        if self._tables is not None:
+            self._tables.append(clean)
 
     def truncate_after(self, step: int) -> None:
         """Drops the records of later steps, so that a resumed run does not tell the same steps twice."""
@@ -52,6 +55,8 @@ class MetricsFile:
         finally:
             temporary.unlink(missing_ok=True)
             self._file = self.path.open("ab")
+        if self._tables is not None:
+            self._tables.rewrite(read_metrics(self.path))
 
     def close(self) -> None:
         """Closes the file; closing twice is harmless."""

@@ -84,8 +84,8 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     (console or Console()).print(table)
 
 
-def print_account(account: tuple[Entry, ...], console: Console | None = None) -> None:
-    """What became of each key of a DeepSpeed config; nothing where there is none."""
+def print_account(account: tuple[Entry, ...], run: Run, console: Console | None = None) -> None:
+    """What became of each key of a DeepSpeed config, with the answers to "auto"; nothing where there is none."""
     if not account:
         return
     from shardwise.config.deepspeed import line
@@ -96,8 +96,9 @@ def print_account(account: tuple[Entry, ...], console: Console | None = None) ->
     table.add_column(style="bold", overflow="fold")
     table.add_column()
     table.add_column(overflow="fold")
+    resolved = run.model_dump(mode="json")
     for entry in account:
-        met, verdict, done = line(entry)
+        met, verdict, done = line(entry, resolved)
         table.add_row(Text(met), Text(verdict, style="" if verdict == "honoured" else "dim"), Text(done))
     (console or Console()).print(table, highlight=False)
 

@@ -19,6 +19,7 @@ from shardwise.errors import RunFailed
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import MetricsFile, read_metrics
 from shardwise.observe.progress import Progress
+from shardwise.observe.tables import Tables
 from shardwise.optim.schedules import set_rates
 from shardwise.train.control import Control
 from shardwise.train.meter import not_finite
@@ -187,7 +188,8 @@ class Report:
     def __init__(self, parts: Parts, total: int) -> None:
         run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
         if self._active:
-            self._file = MetricsFile(parts.job.output / "metrics.jsonl")
+            tables = Tables(Path(run.log.csv).expanduser()) if run.log.csv else None
+            self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
             self._file.truncate_after(parts.position.step)
             self._progress = Progress(total, parts.position.step, run.log.refresh)
 

@@ -65,11 +65,13 @@ def batch_rule(plan: Plan, key: str, value: object) -> str:
     """The account's line of one of the three; the values are set by `put_batch`."""
     batch = solve(plan)
     number = {TRAIN: batch.train, MICRO: batch.micro, ROUNDS: batch.rounds}[key]
-    told = {TRAIN: "train.batch_size", MICRO: "train.micro_batch_size", ROUNDS: "train.batch_size over both"}[key]
     lead = "auto → " if value == "auto" else ""
-    if number is not None:
-        return f"{lead}{told}: {number}"
-    return plan.auto(told) if key == TRAIN else f"{lead}chosen when the run starts, by the tokens of a forward"
+    if key == ROUNDS:
+        if number is None:
+            return f"{lead}train.batch_size / (train.micro_batch_size × {plan.ranks} ranks)"
+        return f"{lead}{number} round{'s' * (number > 1)} of {batch.micro} × {plan.ranks} ranks"
+    target = "train.batch_size" if key == TRAIN else "train.micro_batch_size"
+    return plan.auto(target) if number is None else f"{lead}{target}: {number}"
 
 
 def put_batch(plan: Plan) -> Batch:

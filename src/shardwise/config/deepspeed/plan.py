@@ -25,15 +25,30 @@ class NoEffect(str):
     """What a rule returns where this value of an honoured key changes nothing, with the reason."""
 
 
+class Auto(str):
+    """What a rule returns for "auto": the setting of ours that answers it, once the run is resolved."""
+
+    target: str
+
+    def __new__(cls, text: str, target: str) -> Auto:
+        made = super().__new__(cls, text)
+        made.target = target
+        return made
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One key of the account: what was met, and what became of it. A key that was not given has the value None."""
+    """One key of the account: what was met, and what became of it.
+
+    `given` is false for a default of DeepSpeed's that was taken over; `auto` names the setting that answers "auto".
+    """
 
     key: str
     value: Any
     verdict: Verdict
     done: str
     given: bool = True
+    auto: str | None = None
 
 
 @dataclass
@@ -96,8 +111,8 @@ class Plan:
         """What "auto" comes to: RUN.yaml's value, else our default; nothing is set."""
         said = self.said(target)
         if said is not MISSING:
-            return f"auto → {target}: {show(said)} (of the run)"
-        return f"auto → {target}: {show(default_of(target))} (our default)"
+            return Auto(f"auto → {target}: {show(said)} (of the run)", target)
+        return Auto(f"auto → {target}: {show(default_of(target))} (our default)", target)
 
     def mistake(self, key: str, value: Any, problem: str, remedy: str) -> UserError:
         """A mistake in the config, named by its file and key."""

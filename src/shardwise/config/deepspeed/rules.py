@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.config.deepspeed.plan import MISSING, NoEffect, Plan, Rule, find, show
+from shardwise.config.deepspeed.plan import MISSING, Auto, NoEffect, Plan, Rule, find, show
 from shardwise.config.schema import DEEPSPEED_SCHEDULES
 
 REDUCE_BYTES = 4  # gradients are reduced in fp32
@@ -106,7 +106,7 @@ def initial_scale(plan: Plan, key: str, value: Any) -> str:
 
 # Optimizer
 
-OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "muon": "muon", "sgd": "sgd"}
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd"}
 _REFUSED = {
     "onebitadam": "1-bit Adam compresses its momentum with errors fed back; there is no such collective here",
     "zerooneadam": "0/1 Adam skips communication between steps; there is no such optimizer here",
@@ -116,6 +116,7 @@ _REFUSED = {
     "muadamw": "needs the mup package's groups, which a sharded model does not have",
     "musgd": "needs the mup package's groups, which a sharded model does not have",
     "adagrad": "there is no Adagrad here",
+    "muon": "its updates are scaled otherwise than ours (which have AdamW's size): its rates would not carry over",
     "adafactor": "torch's Adafactor and ours differ in their defaults, so that the name alone would mislead",
 }
 
@@ -125,11 +126,9 @@ def optimizer_type(plan: Plan, key: str, value: Any) -> str:
     name = str(value).lower()
     if name not in OPTIMIZERS:
         why = _REFUSED.get(name, "this optimizer is not here")
-        remedy = "use AdamW, Lion, Muon or SGD, or leave `optimizer` out and set train.optimizer in the run"
+        remedy = "use AdamW, Lion or SGD, or leave `optimizer` out and set train.optimizer in the run"
         raise plan.mistake(key, value, why, remedy)
-    done = plan.put(key, "train.optimizer", OPTIMIZERS[name])
-    plan.put_default("optimizer.params (every parameter decays)", "train.decay_norms", True)
-    return done
+    return plan.put(key, "train.optimizer", OPTIMIZERS[name])
 
 
 def learning_rate(plan: Plan, key: str, value: Any) -> str:
@@ -156,7 +155,7 @@ def weight_decay(plan: Plan, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("train.weight_decay")
     decay = plan.number(key, value)
-    if decay and str(plan.get("optimizer.type")).lower() == "sgd":
+    if decay and str(plan.get("optimizer.type")).lower() == "sgd" and plan.get("optimizer.params.momentum", 0):
         why = "torch's SGD adds it to the gradient, ours takes it off the weight: with momentum that is not the same"
         raise plan.mistake(key, value, why, "set it to 0, or leave `optimizer` out and use train.optimizer: sgd")
     return plan.put(key, "train.weight_decay", decay)
@@ -173,42 +172,31 @@ def adam_w_mode(plan: Plan, key: str, value: Any) -> str:
 
 
 def momentum(plan: Plan, key: str, value: Any) -> str:
-    """For SGD and Muon: our first beta."""
+    """SGD's momentum is the first of our betas."""
     if value == "auto":
         return plan.auto("train.betas")
-    first = plan.number(key, value)
-    return plan.put(key, "train.betas", [first, list(plan.now("train.betas"))[1]])
-
-
-def same_rate(plan: Plan, key: str, value: Any) -> str:
-    """Muon's rate for matrices and for the rest: one rate here."""
-    if value == "auto" or value is None or value == plan.get("optimizer.params.lr", 1e-3):
-        return "the same as lr"
-    why = "one learning rate serves all parameters here"
-    raise plan.mistake(key, value, why, "set it to the value of lr, or remove it")
+    return plan.put(key, "train.betas", [plan.number(key, value), list(plan.now("train.betas"))[1]])
 
 
 def optimizer_defaults(plan: Plan) -> None:
     """What DeepSpeed's optimizers take for what is not given."""
     kind = str(plan.get("optimizer.type", "")).lower()
-    if kind not in OPTIMIZERS or "params" not in plan.config["optimizer"]:
-        plan_params: dict[str, Any] = {}
-    else:
-        plan_params = plan.config["optimizer"]["params"]
     if kind not in OPTIMIZERS:
         return
+    given = plan.get("optimizer.params", {})
 
     def default(name: str, target: str, value: Any) -> None:
-        if name not in plan_params:
+        if name not in given:
             plan.put_default(f"optimizer.params.{name}", target, value)
 
+    plan.put_default("optimizer.params", "train.decay_norms", True)  # it decays every parameter it is given
     if "train.learning_rate" not in plan.sources:
         default("lr", "train.learning_rate", 1e-3)
     if kind in ("adam", "adamw", "lion"):
         default("betas", "train.betas", [0.9, 0.999])
-    elif "betas" not in plan_params:
-        default("momentum", "train.betas", [0.95 if kind == "muon" else 0.0, 0.999])
-    decayed = kind in ("adam", "adamw") and bool(plan_params.get("torch_adam"))
+    else:
+        default("momentum", "train.betas", [0.0, 0.95])
+    decayed = kind in ("adam", "adamw") and bool(given.get("torch_adam"))
     default("weight_decay", "train.weight_decay", 0.01 if decayed else 0.0)
 
 
@@ -253,7 +241,7 @@ def _schedule_auto(plan: Plan, schedule: dict[str, Any], name: str) -> str:
         schedule[name] = plan.now("train.warmup")
         return f"auto → train.schedule.warmup_num_steps: {show(schedule[name])} (train.warmup)"
     if name == "total_num_steps":
-        return "auto → the steps of the run"
+        return Auto("auto → the steps of the run", "train.steps")
     default = DEEPSPEED_SCHEDULES[schedule["type"]].model_fields[name].default
     return f"auto → train.schedule.{name}: {show(default)} (DeepSpeed's default)"
 
@@ -266,7 +254,9 @@ def schedule_peak(plan: Plan, key: str, value: Any) -> str:
     if value is None or value == "auto":
         rate = plan.get("optimizer.params.lr")
         lead = "auto → " if value == "auto" else "null → "
-        return lead + (plan.put(key, "train.learning_rate", rate) if rate else plan.auto("train.learning_rate")[7:])
+        if rate is None:
+            return Auto(lead + plan.auto("train.learning_rate").removeprefix("auto → "), "train.learning_rate")
+        return lead + plan.put(key, "train.learning_rate", plan.number("optimizer.params.lr", rate))
     if isinstance(value, list):
         raise plan.mistake(key, value, "one value per parameter group is not here", "give one number")
     return plan.put(key, "train.learning_rate", plan.number(key, value))

@@ -57,7 +57,7 @@ def scheduled(names: str) -> list[Key]:
 
 _Z = "zero_optimization"
 _OPT, _PAR = f"{_Z}.offload_optimizer", f"{_Z}.offload_param"
-_SGD = "Adam's relatives here have no such variant"
+_VARIANT = "the optimizers here have no such variant"
 _ONE_BIT = (
     "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler local_step_clipper "
     "max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold"
@@ -119,28 +119,27 @@ STEP = [
 ]  # fmt: skip
 
 OPTIMIZER = [
-    honoured("optimizer.type", "`train.optimizer`: Adam and AdamW = `adamw`, Lion, Muon, SGD; any other is refused. "
+    honoured("optimizer.type", "`train.optimizer`: Adam and AdamW = `adamw`, Lion, SGD; any other is refused. "
              "All parameters decay: `train.decay_norms: true`", r.optimizer_type),
     honoured("optimizer.params.lr", "`train.learning_rate`, unless the scheduler names its own", r.learning_rate),
     honoured("optimizer.params.betas", "`train.betas`", r.betas),
     honoured("optimizer.params.eps", "`train.eps`", r.to("train.eps", r.number)),
     honoured("optimizer.params.weight_decay", "`train.weight_decay`, with `train.decay_norms: true`", r.weight_decay),
-    honoured("optimizer.params.momentum", "the first of `train.betas` (SGD, Muon)", r.momentum),
+    honoured("optimizer.params.momentum", "the first of `train.betas` (SGD)", r.momentum),
     honoured("optimizer.params.adam_w_mode", "true is what is done; false is refused with weight decay",
              r.adam_w_mode),
     honoured("optimizer.params.bias_correction", "true is what is done; false is refused",
              r.only(True, why="the moments are always corrected", remedy="set it to true")),
-    honoured("optimizer.params.muon_lr", "one rate serves all: must equal lr", r.same_rate),
-    honoured("optimizer.params.adam_lr", "one rate serves all: must equal lr", r.same_rate),
+    *[refused(f"optimizer.params.{name}", "belongs to Muon, whose rates would not carry over", off=(None,))
+      for name in ("muon_lr", "adam_lr", "ns_method")],
     idle("optimizer.params.torch_adam", "torch's fused AdamW is what is used"),
     idle("optimizer.params.foreach", "torch's fused AdamW is what is used"),
     idle("optimizer.params.fused", "torch's fused AdamW is what is used"),
     idle("optimizer.params.set_grad_none", "gradients are freed after each step always"),
     idle("optimizer.params.fp32_optimizer_states", "states are fp32 unless `train.optimizer_state: bf16`"),
-    idle("optimizer.params.ns_method", "our Muon has one way to orthogonalise"),
-    refused("optimizer.params.amsgrad", _SGD),
-    refused("optimizer.params.nesterov", _SGD),
-    refused("optimizer.params.dampening", _SGD),
+    refused("optimizer.params.amsgrad", _VARIANT),
+    refused("optimizer.params.nesterov", _VARIANT),
+    refused("optimizer.params.dampening", _VARIANT),
     refused("optimizer.params.max_grad_norm", "DeepSpeed refuses it too", "use gradient_clipping"),
     *[refused(f"optimizer.params.{name}", "belongs to 1-bit or LAMB optimizers, which are not here", off=())
       for name in _ONE_BIT.split()],

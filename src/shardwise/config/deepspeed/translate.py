@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.config.deepspeed import rules
 from shardwise.config.deepspeed.batch import Batch, put_batch
-from shardwise.config.deepspeed.plan import MISSING, Entry, NoEffect, Plan, find, show
+from shardwise.config.deepspeed.plan import MISSING, Entry, NoEffect, Plan, Verdict, find, show
 from shardwise.config.deepspeed.table import TABLE, Key
 from shardwise.errors import UserError
 
@@ -128,7 +128,8 @@ def _account(plan: Plan, path: str, value: Any) -> None:
         plan.account.append(Entry(path, value, "no effect", key.note))
         return
     done = key.rule(plan, path, value)
-    plan.account.append(Entry(path, value, "no effect" if isinstance(done, NoEffect) else "honoured", done))
+    verdict: Verdict = "no effect" if isinstance(done, NoEffect) else "honoured"
+    plan.account.append(Entry(path, value, verdict, str(done), auto=getattr(done, "target", None)))
 
 
 def _switched_off(value: Any) -> bool:
@@ -178,7 +179,9 @@ def _defaults(plan: Plan) -> None:
         plan.put_default("fp16.hysteresis", "loss_scale.hysteresis", 2)
 
 
-def line(entry: Entry) -> tuple[str, str, str]:
-    """One entry as three columns: key and value, verdict, what was done."""
+def line(entry: Entry, run: dict[str, Any] | None = None) -> tuple[str, str, str]:
+    """One entry as three columns: key and value, verdict, what was done; with the resolved run, what "auto" became."""
     met = f"{entry.key}: {show(entry.value)}" if entry.given else f"({entry.key})"
-    return met, entry.verdict, entry.done
+    final = find(run, entry.auto) if run and entry.auto else MISSING
+    answer = "" if final is MISSING or f"{entry.auto}: {show(final)} " in entry.done else f" → {show(final)}"
+    return met, entry.verdict, entry.done + answer
