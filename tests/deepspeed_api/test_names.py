@@ -140,7 +140,9 @@ def test_estimators(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate_zero2_model_states_mem_needs(1000, 4, 2, cpu_offload=False) == (24000, 2000 + 16 * 125)
     host, device, layer = estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, cpu_offload=False, zero_init=True)
     assert (host, device, layer) == (2400, 400 + 16 * 125, 400)
-    assert estimate_zero3_model_states_mem_needs(1000, 100, 4, 2)[1] == 400
+    assert estimate_zero2_model_states_mem_needs(1000, 4, 2) == (24000, 2000 + 6 * 125)
+    assert estimate_zero3_model_states_mem_needs(1000, 100, 4, 2) == (12000, 400, 400)
+    assert estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, True, False) == (7500, 400 + 6 * 125, 400)
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 20, bias=False))
     estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=2)
     estimate_zero2_model_states_mem_needs_all_cold(10**9, 8)

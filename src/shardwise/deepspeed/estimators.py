@@ -2,7 +2,8 @@
 
 Bytes per parameter with bf16 compute and fp32 masters, for N ranks (measured, see `tests/zero/test_account.py`):
 master and two moments 12/N; in a step, stage 2 adds 2 (gathered weights) + 4/N (gradients), stage 3 4/N and the
-largest layer's 2 (gathered) + 2 (gradient). With the optimizer offloaded its 12 and the gradients' 4 are on the host.
+largest layer's 2 (gathered) + 2 (gradient). With the optimizer offloaded, the moments and the low halves of the masters
+(10) are on the host, and the high halves (2) stay with the gradients; with the parameters offloaded those go too.
 Activations and the allocator's slack are not in it. `additional_buffer_factor` multiplies the host's figure only.
 """
 
@@ -15,6 +16,7 @@ from torch import nn
 
 GB = 2**30
 MASTER_AND_MOMENTS, GRADIENT, GATHERED, LAYER = 12, 4, 2, 4
+OFFLOADED, HIGH_HALF = 10, 2  # of the 12, where the optimizer is offloaded
 BUILT = 4  # of the fp32 model that every rank builds before it is sharded, unless zero.Init is used
 
 
@@ -29,8 +31,8 @@ def estimate_zero2_model_states_mem_needs(
     ranks = num_gpus_per_node * num_nodes
     built = BUILT * total_params * num_gpus_per_node
     if cpu_offload:
-        device = GATHERED * total_params + GATHERED * total_params // ranks
-        host = max(built, (MASTER_AND_MOMENTS + GRADIENT) * total_params // num_nodes)
+        device = GATHERED * total_params + (HIGH_HALF + GRADIENT) * total_params // ranks
+        host = max(built, OFFLOADED * total_params // num_nodes)
     else:
         device = GATHERED * total_params + (MASTER_AND_MOMENTS + GRADIENT) * total_params // ranks
         host = built
@@ -50,11 +52,10 @@ def estimate_zero3_model_states_mem_needs(
     """Bytes of host memory per node, of device memory per GPU, and of the largest layer."""
     ranks, layer = num_gpus_per_node * num_nodes, LAYER * largest_layer_params
     built = BUILT * (largest_layer_params if zero_init else total_params) * num_gpus_per_node
-    states = MASTER_AND_MOMENTS + GRADIENT
+    states, kept = MASTER_AND_MOMENTS + GRADIENT, HIGH_HALF + GRADIENT
     if cpu_offload:
-        on_device = 0 if cpu_offload_params else GATHERED
-        device = layer + on_device * total_params // ranks
-        host = max(built, (states + GATHERED - on_device) * total_params // num_nodes)
+        device = layer + (0 if cpu_offload_params else kept * total_params // ranks)
+        host = max(built, (OFFLOADED + (kept if cpu_offload_params else 0)) * total_params // num_nodes)
     else:
         device, host = layer + states * total_params // ranks, built
     return int(host * additional_buffer_factor), int(device), layer

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.deepspeed.partition import keep_rows, whole
+from shardwise.deepspeed.refused import refuse
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets the state of that name from a whole tensor that is the same on all ranks."""
-    keep_rows(_state(param, optim_state_key), value)
+    keep_rows(_state(param, optim_state_key, change=True), value)
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -100,7 +101,7 @@ def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) ->
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets this rank's rows of the state of that name."""
-    _set_local(_state(param, optim_state_key), value)
+    _set_local(_state(param, optim_state_key, change=True), value)
 
 
 def _engine(param: torch.Tensor) -> Engine | None:
@@ -125,8 +126,15 @@ def _gradient(param: torch.Tensor) -> torch.Tensor:
     return param.grad
 
 
-def _state(param: torch.Tensor, key: str) -> torch.Tensor:
-    states = _require(param).optimizer.state.get(param, {})
+def _state(param: torch.Tensor, key: str, change: bool = False) -> torch.Tensor:
+    engine = _require(param)
+    states = engine.optimizer.state.get(param, {})
+    if not states:  # an optimizer that keeps its states elsewhere still lists them by name
+        name = next(n for n, p in engine.sharded.parameters.items() if p is param)
+        start = f"optimizer.{name}."
+        states = {n.removeprefix(start): v for n, v in engine.tensors().items() if n.startswith(start)}
+        if states and change:  # those are copies
+            raise refuse("utils.safe_set_…_optimizer_state", "not for an offloaded optimizer; change its checkpoint")
     if key not in states:
         has = ", ".join(states) or "none before the first step"
         raise UserError("optim_state_key", key, "is no state of this optimizer", f"it has {has}")

@@ -159,8 +159,9 @@ def release(model: nn.Module) -> tuple[dict[int, nn.Parameter], Callable[[nn.Mod
     def fill(sharded: nn.Module) -> None:
         targets = dict(sharded.named_parameters())
         for name in list(held):
-            value = whole(held.pop(name))  # freed one by one, as the shards take over
-            keep_rows(targets[name], value.to(targets[name].device), 0)
+            parameter = held.pop(name)  # freed one by one, as the shards take over
+            value = whole(parameter).to(targets[name].device)
+            keep_rows(targets[name], value, None if isinstance(parameter, DTensor) else 0)
 
     return new, fill
 

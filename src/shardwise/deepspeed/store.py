@@ -37,6 +37,7 @@ logger = logging.getLogger("shardwise.deepspeed")
 def save(engine: Engine, root: Path, tag: str, extra: dict[str, Any], latest: bool, without_frozen: bool) -> Path:
     """Writes the checkpoint of a tag, on all ranks; `latest` moves on once it is whole."""
     _check_tag(tag, engine)
+    engine.sharded.reshard()  # an evaluation at stages 0 to 2 leaves gathered copies in the model
     frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
     left_out = {PREFIX + name for name in frozen} if without_frozen else set()
     tensors = {name: value for name, value in engine.tensors().items() if name not in left_out}
@@ -72,6 +73,7 @@ def find(root: Path, tag: str | None) -> Path | None:
 def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[str, Any]:
     """Reads a checkpoint into the engine, on all ranks; returns what was saved besides the tensors."""
     check_whole(folder, engine.world.control)
+    engine.sharded.reshard()
     trainer = read_trainer(folder)
     if optimizer:
         prime_optimizer(engine.optimizer)
