@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/deepspeed"
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_script(stage: int, tmp_path: Path) -> None:
-    """bf16 learns, near to what DeepSpeed's fp32 run of two ranks learns; the resumed half is the same as the whole's."""
+    """bf16 learns, and the half that is resumed from a checkpoint is the whole's second half."""
     settings = json.loads((EXAMPLE / "ds_config.json").read_text())
     settings |= {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 8}
     (tmp_path / "ds.json").write_text(json.dumps(settings))

@@ -19,6 +19,15 @@ from shardwise.engine import Engine
 from shardwise.errors import RunFailed, UserError
 from shardwise.zero.stages import COMPUTE
 
+NOT_HERE = {
+    "train_batch": "it is of the pipeline engine; write forward, backward, step",
+    "eval_batch": "it is of the pipeline engine; call the engine under torch.no_grad()",
+    "offload_states": "set offload in the config",
+    "reload_states": "set offload in the config",
+    "coalesce_grad_reduction": "use no_sync() at stage 1, or set_gradient_accumulation_boundary(False)",
+    "allreduce_gradients": "backward reduces them",
+}
+
 
 class DeepSpeedEngine(nn.Module):
     """A sharded model with its optimizer and scheduler; what it does not know it asks the model."""
@@ -26,7 +35,7 @@ class DeepSpeedEngine(nn.Module):
     def __init__(self, core: Engine, config: dict[str, Any], batch: Batch, scheduler: Any) -> None:
         super().__init__()
         self.module = core.module
-        self.core, self.config, self._batch = core, config, batch
+        self._core, self._config, self._batch = core, config, batch
         self.optimizer, self.lr_scheduler = core.optimizer, scheduler
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
@@ -42,6 +51,8 @@ class DeepSpeedEngine(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
+        if name in NOT_HERE:
+            raise refuse(f"engine.{name}", NOT_HERE[name])
         try:
             return getattr(self.module, name)
         except AttributeError:
@@ -51,31 +62,31 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        return self.core(*args, **kwargs)
+        return self._core(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Adds the micro-batch's gradient, averaged over ranks and (unless told otherwise) micro-batches."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UserError("loss", getattr(loss, "shape", type(loss).__name__), "is not a single number", "reduce it")
         steps = self.gradient_accumulation_steps()
-        self.core.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
+        self._core.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """After each backward; updates the parameters and the rate at the end of an accumulation."""
         if self._apart:
             raise UserError("engine.step()", None, "is called inside no_sync()", "call it after the context")
-        updated = self.core.step()
+        updated = self._core.step()
         self.micro_steps += 1
         self._applied = False
         if not updated:
             return
-        assert self.core.grad_norm is not None
+        assert self._core.grad_norm is not None
         # Scaled gradients that overflowed are what makes the norm infinite, and the scaler skip the update.
-        self._applied = not self.fp16_enabled() or bool(self.core.grad_norm.isfinite())
+        self._applied = not self.fp16_enabled() or bool(self._core.grad_norm.isfinite())
         if not self._applied:
             self.skipped_steps += 1
-            if trouble := self.core.scaler.trouble():
+            if trouble := self._core.scaler.trouble():
                 raise RunFailed(trouble)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -94,11 +105,11 @@ class DeepSpeedEngine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the parameters."""
-        return self.core.is_last_micro_batch
+        return self._core.is_last_micro_batch
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Takes that decision over, from the forward on; None hands it back."""
-        self.core.boundary = is_boundary
+        self._core.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -108,11 +119,11 @@ class DeepSpeedEngine(nn.Module):
             raise UserError("engine.no_sync()", None, problem, "use stage 1, or gradient_accumulation_steps")
         if self._apart:
             raise UserError("engine.no_sync()", None, "is called inside itself", "leave the inner one out")
-        given, self._apart, self.core.boundary = self.core.boundary, True, False
+        given, self._apart, self._core.boundary = self._core.boundary, True, False
         try:
             yield
         finally:
-            self._apart, self.core.boundary = False, given
+            self._apart, self._core.boundary = False, given
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""
@@ -120,13 +131,17 @@ class DeepSpeedEngine(nn.Module):
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Training mode."""
-        self.core.train(mode)
+        self._core.train(mode)
         self.training = mode
         return self
 
     def eval(self) -> DeepSpeedEngine:
         """Evaluation mode."""
         return self.train(False)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: compile the model before."""
+        raise refuse("engine.compile", "use torch.compile on the model's blocks before initialize")
 
     def destroy(self) -> None:
         """Nothing outlives the engine but the process group, which the script may still need."""
@@ -156,7 +171,7 @@ class DeepSpeedEngine(nn.Module):
             problem = f"is no multiple of {self._batch.micro} samples × {self.world_size} ranks"
             raise UserError("train_batch_size", train_batch_size, problem, f"use a multiple of {per_forward}")
         self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // per_forward)
-        self.core.accumulate = self._batch.accumulate
+        self._core.accumulate = self._batch.accumulate
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples per forward, which the script must then pass; micro-batches stay as many."""
@@ -165,7 +180,7 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
-        return int(self.core.config.parallel.zero)
+        return int(self._core.config.parallel.zero)
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
@@ -181,27 +196,27 @@ class DeepSpeedEngine(nn.Module):
 
     def gradient_clipping(self) -> float:
         """The largest gradient norm; 0 = no clipping."""
-        return float(self.core.config.clip or 0.0)
+        return float(self._core.config.clip or 0.0)
 
     def steps_per_print(self) -> int | None:
         """Updates between two lines of the log."""
-        return self.config.get("steps_per_print")
+        return self._config.get("steps_per_print")
 
     def fp16_enabled(self) -> bool:
         """Whether it computes in fp16."""
-        return self.core.config.precision == "fp16"
+        return self._core.config.precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
         """Whether it computes in bf16."""
-        return self.core.config.precision == "bf16"
+        return self._core.config.precision == "bf16"
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The types it computes in and accumulates gradients in."""
-        return COMPUTE[self.core.config.precision], torch.float32
+        return COMPUTE[self._core.config.precision], torch.float32
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts."""
-        return self.fp16_enabled() and self.core.config.loss_scale.value == "dynamic"
+        return self.fp16_enabled() and self._core.config.loss_scale.value == "dynamic"
 
     def loss_scale(self) -> float:
         """The loss scale now; 1 without fp16."""
@@ -222,36 +237,36 @@ class DeepSpeedEngine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """The gradient norm of the last update, before clipping."""
-        return None if self.core.grad_norm is None else float(self.core.grad_norm)
+        return None if self._core.grad_norm is None else float(self._core.grad_norm)
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return self.core.world.device
+        return self._core.world.device
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its host."""
-        return self.core.world.local_rank
+        return self._core.world.local_rank
 
     @property
     def global_rank(self) -> int:
         """This process's rank."""
-        return self.core.world.rank
+        return self._core.world.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.core.world.size
+        return self._core.world.size
 
     @property
     def dp_world_size(self) -> int:
         """Number of ranks that share the data."""
-        return self.core.world.size
+        return self._core.world.size
 
     def get_data_parallel_rank(self) -> int:
         """This process's place among those that share the data."""
-        return self.core.world.rank
+        return self._core.world.rank
 
     def deepspeed_io(
         self,
@@ -270,7 +285,7 @@ class DeepSpeedEngine(nn.Module):
             data_sampler = torch.utils.data.DistributedSampler(
                 dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=False
             )
-        drop_last = bool(self.config.get("dataloader_drop_last", False))
+        drop_last = bool(self._config.get("dataloader_drop_last", False))
         return DeepSpeedDataLoader(
             dataset, batch_size or self._batch.micro, self.global_rank, self.world_size, collate_fn, drop_last,
             num_local_io_workers or 0, data_sampler,
@@ -294,10 +309,10 @@ class DeepSpeedEngine(nn.Module):
             "client_state": client_state or {},
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
-            "ds_config": self.config,
+            "ds_config": self._config,
         }
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        store.save(self.core, Path(save_dir), name, extra, save_latest, exclude_frozen_parameters)
+        store.save(self._core, Path(save_dir), name, extra, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -317,7 +332,7 @@ class DeepSpeedEngine(nn.Module):
         if found is None:
             return None, None
         states = load_optimizer_states and not load_module_only
-        extra = store.load(self.core, found, load_module_strict, states)
+        extra = store.load(self._core, found, load_module_strict, states)
         if states:
             for group, saved in zip(self.optimizer.param_groups, extra["groups"], strict=True):
                 group.update(saved)
@@ -350,7 +365,7 @@ class DeepSpeedEngine(nn.Module):
         if custom_load_fn is not None:
             raise refuse("engine.load_module_state_dict(custom_load_fn=…)", "pass the converted state")
         values = checkpoint["module"] if isinstance(checkpoint.get("module"), dict) else checkpoint
-        self.core.sharded.reshard()
+        self._core.sharded.reshard()
         targets = self.module.state_dict(keep_vars=True)
         wrong = sorted(set(targets) ^ set(values))
         if wrong and strict:
@@ -367,19 +382,19 @@ class DeepSpeedEngine(nn.Module):
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Writes the model in the type it computes in, as one file, at any stage; all ranks must call it."""
-        state = self._state_dict("", exclude_frozen_parameters, COMPUTE[self.core.config.precision], on_all=False)
+        state = self._state_dict("", exclude_frozen_parameters, COMPUTE[self._core.config.precision], on_all=False)
         if self.global_rank == 0:
             target = Path(save_dir) / save_filename
             target.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, target.with_name(f".{save_filename}"))
             target.with_name(f".{save_filename}").rename(target)
-        torch.distributed.barrier(group=self.core.world.control)
+        torch.distributed.barrier(group=self._core.world.control)
         return True
 
     save_fp16_model = save_16bit_model
 
     def _state_dict(self, prefix: str, without_frozen: bool, dtype: torch.dtype, on_all: bool) -> dict[str, Any]:
-        self.core.sharded.reshard()
+        self._core.sharded.reshard()
         result: dict[str, Any] = {}
         seen: dict[int, torch.Tensor] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
@@ -394,7 +409,7 @@ class DeepSpeedEngine(nn.Module):
         return result
 
     def _scale(self) -> float:
-        return float(self.core.scaler.get_scale()) if self.core.scaler.is_enabled() else 1.0
+        return float(self._core.scaler.get_scale()) if self._core.scaler.is_enabled() else 1.0
 
 
 def _mark(parameter: Any, number: int) -> None:
