@@ -28,7 +28,7 @@ from shardwise.config.resolve import check_plusplus
 from shardwise.config.schema import LossScale, Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
-from shardwise.models.build import find_blocks
+from shardwise.models.build import find_blocks, materialise
 from shardwise.observe.breakdown import timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.optim.build import decay_groups
@@ -38,6 +38,8 @@ from shardwise.train.state import prime_optimizer, tensors_of
 from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.update import Update
+
+Fill = Callable[[nn.Module], None]
 
 
 class EngineConfig(Section):
@@ -59,14 +61,21 @@ class EngineConfig(Section):
 class Engine:
     """A sharded model that is called like the model, and steps like an optimizer."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, config: EngineConfig, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, config: EngineConfig, world: World, fill: Fill | None = None
+    ) -> None:
         self.config, self.world = config, world
         before = dict(model.named_parameters())
-        model.to(world.device)
+        if fill is None:
+            model.to(world.device)
+            _copy_from_first(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
         shard_model(
             model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
         )
+        if fill is not None:
+            materialise(model, world.device)
+            fill(model)
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
         install_collectives(self.sharded, config.parallel, world, config.timeout)
         self.module = model
@@ -74,13 +83,15 @@ class Engine:
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
         self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, 0.0, config.accumulate > 1)
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
+        self.accumulate = config.accumulate
+        self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates
         self.grad_norm: torch.Tensor | None = None
         watch_collectives(model, self.timer)
 
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the next `step` will update the parameters."""
-        return self._micro == self.config.accumulate - 1
+        return self._micro == self.accumulate - 1 if self.boundary is None else self.boundary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; batches are moved to the rank's device."""
@@ -93,21 +104,21 @@ class Engine:
         with self.timer.region("forward"):
             return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Adds this micro-batch's gradient: the mean of `loss` over ranks and the micro-batches of an update."""
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
         with self.timer.region("backward"):
-            self.scaler.scale(loss / self.config.accumulate).backward()
+            self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
         self._inside = True
 
     def step(self) -> bool:
         """After each `backward`: updates on every `accumulate`-th call, and says whether it did."""
         if not self._inside:
             raise RuntimeError("engine.step() needs engine.backward(loss) before it")
-        self._inside, self._micro = False, self._micro + 1
-        if self._micro < self.config.accumulate:
+        last = self.is_last_micro_batch
+        self._inside, self._micro = False, 0 if last else self._micro + 1
+        if not last:
             return False
-        self._micro = 0
         with self.timer.region("step"):
             self.grad_norm = self._update()
         self.updates += 1
@@ -131,13 +142,17 @@ class Engine:
         """Evaluation mode."""
         return self.train(False)
 
+    def tensors(self) -> dict[str, Any]:
+        """Every tensor that a checkpoint holds, by name."""
+        return tensors_of(self.sharded, self.optimizer)
+
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Saves model, optimizer and whatever JSON you add, atomically, under the number of updates."""
         store = CheckpointStore(Path(folder), keep=1 << 30, background=False, group=self.world.checkpoint)
         trainer = {"updates": self.updates, "scaler": self.scaler.state_dict(), "extra": extra or {}}
         store.save(
             self.updates,
-            tensors_of(self.sharded, self.optimizer),
+            self.tensors(),
             trainer,
             self.config.model_dump_json(),
             lambda _: None,
@@ -151,7 +166,7 @@ class Engine:
         check_whole(found, self.world.control)
         trainer = read_trainer(found)
         prime_optimizer(self.optimizer)
-        load_tensors(found, tensors_of(self.sharded, self.optimizer), self.world.checkpoint)
+        load_tensors(found, self.tensors(), self.world.checkpoint)
         self.sharded.updated()
         self.updates = int(trainer["updates"])
         if trainer["scaler"]:
@@ -163,11 +178,13 @@ def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     config: dict[str, Any] | EngineConfig | None = None,
+    fill: Fill | None = None,
 ) -> Engine:
     """Shards a model over the ranks that torchrun started (or runs it on one) and returns an engine for your own loop.
 
     `optimizer`: None for AdamW with decay groups; a function of parameter groups; or an optimizer built over
-    model.parameters() that has not stepped yet, which is rebuilt over the shards.
+    model.parameters() that has not stepped yet, which is rebuilt over the shards. `fill`: for a model whose
+    parameters are on `meta`: writes the values into its shards.
     """
     checked = config if isinstance(config, EngineConfig) else _check(config or {})
     cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
@@ -179,7 +196,19 @@ def initialize(
     if not cuda:
         _check_cpu(checked.precision)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)
-    return Engine(model, optimizer, checked, world)
+    return Engine(model, optimizer, checked, world, fill)
+
+
+@torch.no_grad()
+def _copy_from_first(model: nn.Module) -> None:
+    """Rank 0's values everywhere: shards of models that were seeded differently would make up none of them."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        data = tensor.detach().contiguous()
+        dist.broadcast(data.reshape(-1).view(torch.uint8), 0)  # as bytes: gloo does not know every type
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.copy_(data)
 
 
 def _check_cpu(precision: str) -> None:
