@@ -86,7 +86,7 @@ def main(size: str, settings: list[str]) -> None:
     parts = setup.build_parts(job, world, Status(None))
     train = job.run.train
     built = time.perf_counter() - started
-    times, losses = [], []
+    times, losses, host = [], [], []
     cuda = world.device.type == "cuda"
     warm, measured = 3, 8
     for step in range(warm + measured):
@@ -96,7 +96,9 @@ def main(size: str, settings: list[str]) -> None:
         begin = time.perf_counter()
         batch = parts.loader.step(step * train.batch_size, train.batch_size, int(train.micro_batch_size), 0, 1)
         losses.append(accumulate(parts, batch) / batch.supervised)
+        middle = time.perf_counter()
         parts.update()
+        host.append((middle - begin, time.perf_counter() - middle))
         times.append(begin)
         if step == warm - 1 and cuda:
             torch.cuda.synchronize()
@@ -106,7 +108,7 @@ def main(size: str, settings: list[str]) -> None:
     tokens = measured * train.batch_size * job.run.data.sequence_length / elapsed
     gib = 2**30
     optimizer = parts.optimizer
-    host = sum(r.buffer.numel() for p in getattr(optimizer, "pieces", []) for r in p.page.regions
+    states = sum(r.buffer.numel() for p in getattr(optimizer, "pieces", []) for r in p.page.regions
                if r.buffer is not None and r.buffer.device.type == "cpu")  # fmt: skip
     print(json.dumps({
         "size": size, "settings": settings, "parameters": job.parameters, "tokens_per_second": round(tokens),
@@ -114,7 +116,8 @@ def main(size: str, settings: list[str]) -> None:
         "mfu": round(tokens * parts.meter._flops_per_token / 989e12, 4) if cuda else None,
         "device_peak_gib": round(torch.cuda.max_memory_allocated() / gib, 1) if cuda else None,
         "device_reserved_gib": round(torch.cuda.max_memory_reserved() / gib, 1) if cuda else None,
-        "host_state_gib": round(host / gib, 1), "host_bytes_per_parameter": round(host / job.parameters, 2),
+        "host_state_gib": round(states / gib, 1), "host_bytes_per_parameter": round(states / job.parameters, 2),
+        "host_seconds": [round(sum(h[i] for h in host[warm:]) / measured, 3) for i in (0, 1)],
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         "losses": [round(float(x), 3) for x in losses[::5]], "build_seconds": round(built, 1),
     }), flush=True)  # fmt: skip

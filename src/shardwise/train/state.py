@@ -101,4 +101,5 @@ def restore(
     values.pop("data_fingerprint")
     prime_optimizer(optimizer)
     load_tensors(folder, tensors_of(sharded, optimizer), group)
+    sharded.updated()
     return Position(**values)

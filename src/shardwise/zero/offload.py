@@ -228,8 +228,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._left = None
         if self._shelved is not None:
             self._shelved.clear()
-        if self.shelf is not None:
-            self.shelf.renew()
 
     def _begin(self) -> None:
         if self._shelved is not None:

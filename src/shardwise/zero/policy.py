@@ -66,6 +66,8 @@ def offload_optimizer(
     offload = run.offload
     on_disk = disk if offload.parameters == "disk" else None
     shelf = Shelf(sharded.units, device, on_disk) if offload.parameters != "none" else None
+    if shelf is not None:
+        sharded.on_update.append(shelf.renew)
     groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
     return OffloadedOptimizer(
         groups, dict(named), rule_of(train.optimizer, train.betas), kind, defaults, device, float(ratio),

@@ -49,7 +49,7 @@ class Unit:
     blob: torch.Tensor | None = None  # on the device, being handed out
     fetched: Any = None  # an event, on CUDA
     reading: Transfer | None = None
-    turn: int = 0  # which buffer of the ring it is read into
+    turn: int = -1  # which buffer of the ring it is read into
 
 
 class Shelf:
@@ -86,8 +86,10 @@ class Shelf:
         self._ring = [host_buffer(max(sizes), device) for _ in range(staging)]
         self._busy: list[Any] = [None] * staging  # events of copies out of the ring
         self._turn = 0
-        self._order: list[Unit] = []  # of the last step
+        self._in_ring: list[Unit | None] = [None] * staging
+        self._orders: dict[bool, list[Unit]] = {True: [], False: []}  # of the last step, and of the last evaluation
         self._seen: list[Unit] = []  # in this one
+        self._training = True
         self._stream = torch.cuda.Stream(device) if self.cuda else None
 
     @property
@@ -115,9 +117,9 @@ class Shelf:
         self._of[parameter][0].pages.append(page)
 
     def renew(self) -> None:
-        """The optimizer has stepped: what was fetched ahead is stale, and the order of a step is known."""
+        """A step or an evaluation ends: what was fetched ahead is stale, and the order for the next is known."""
         if self._seen:
-            self._order, self._seen = self._seen, []
+            self._orders[self._training], self._seen = self._seen, []
         for unit in self.units:
             self._drop(unit)
 
@@ -161,6 +163,8 @@ class Shelf:
 
     def _arrive(self, unit: Unit) -> None:
         """Waits for a unit, and starts to fetch those that come after it."""
+        if not self._seen:
+            self._training = torch.is_grad_enabled()
         self._seen.append(unit)
         if unit.blob is None:
             self._fetch(unit)
@@ -175,9 +179,9 @@ class Shelf:
             torch.cuda.current_stream(self.device).wait_event(unit.fetched)
             assert unit.blob is not None
             unit.blob.record_stream(torch.cuda.current_stream(self.device))
-        position = len(self._seen)
-        if self._order[:position][-1:] == [unit]:
-            for following in self._order[position : position + AHEAD]:
+        position, order = len(self._seen), self._orders[self._training]
+        if order[position - 1 : position] == [unit]:
+            for following in order[position : position + AHEAD]:
                 if following.blob is None:
                     self._fetch(following)
 
@@ -201,6 +205,9 @@ class Shelf:
         turn, self._turn = self._turn, (self._turn + 1) % len(self._ring)
         if self._busy[turn] is not None:
             self._busy[turn].synchronize()
+        if (displaced := self._in_ring[turn]) is not None and displaced.turn == turn:
+            self._drop(displaced)  # fetched ahead, and not asked for
+        self._in_ring[turn] = unit
         unit.blob, unit.turn = self._ring[turn][: unit.home.size], turn
         unit.reading = file.read(unit.home.offset, unit.blob)
 
@@ -213,7 +220,7 @@ class Shelf:
     def _drop(self, unit: Unit) -> None:
         if unit.reading is not None:
             unit.reading.wait()
-        unit.served, unit.blob, unit.fetched, unit.reading = 0, None, None, None
+        unit.served, unit.blob, unit.fetched, unit.reading, unit.turn = 0, None, None, None, -1
 
 
 def stub_out(model: nn.Module, device: torch.device) -> None:
