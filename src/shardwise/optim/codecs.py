@@ -72,11 +72,11 @@ def noise(like: Tensor, seed: int, offset: int) -> Tensor:
     """A uniformly random int32 for each element of `like`, from its place and the seed alone."""
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
     # Multiplication wraps; >> on a signed type drags the sign along, hence the masks.
-    x = x.add_(_int32(offset)).mul_(_int32(0x9E3779B1)).add_(_int32(seed))
+    x = x.add_(wrapped(offset)).mul_(wrapped(0x9E3779B1)).add_(wrapped(seed))
     x ^= torch.bitwise_right_shift(x, 16).bitwise_and_(0xFFFF)
-    x.mul_(_int32(0x85EBCA6B))
+    x.mul_(wrapped(0x85EBCA6B))
     x ^= torch.bitwise_right_shift(x, 13).bitwise_and_(0x7FFFF)
-    return x.mul_(_int32(0xC2B2AE35))
+    return x.mul_(wrapped(0xC2B2AE35))
 
 
 def mix(*numbers: int) -> int:
@@ -90,7 +90,7 @@ def mix(*numbers: int) -> int:
     return x
 
 
-def _int32(number: int) -> int:
+def wrapped(number: int) -> int:
     """The signed number with the same low 32 bits."""
     return (number + 2**31) % 2**32 - 2**31
 
@@ -240,7 +240,7 @@ class Blockwise:
 
 
 FP32, BF16 = Fp32(), Bf16()
-FIRST: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, True), "4bit": Blockwise(4, 0, True)}
+FIRST: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, True), "4bit": Blockwise(4, 1, True)}
 SECOND: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, False), "4bit": Blockwise(4, 0, False)}
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.codecs import BLOCK, FP32, Codec, Kind, Parts, codec_of, columns, mix, part_name
-from shardwise.optim.rules import Hyper, Rule
+from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Codec, Kind, Parts, codec_of, columns, mix, part_name
+from shardwise.optim.rules import AdamW, Hyper, Rule
 from shardwise.optim.shards import first_row, local_grad, local_of, new_step, zeros_beside
 
 # Elements at a time: on a GPU enough to keep it busy, at about 40 bytes of temporary memory each; on a CPU its cache.
@@ -118,6 +118,9 @@ class Elementwise(torch.optim.Optimizer):
 
     def _run(self, pieces: list[Piece], group: dict[str, Any], step: int) -> None:
         hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
+        for piece in [p for p in pieces if self._fits_kernel(p)]:
+            self._run_kernel(piece, hyper)
+        pieces = [p for p in pieces if not self._fits_kernel(p)]
         values = {
             name: [p.states[name].codec.decode(p.states[name].parts, p.param.shape) for p in pieces]
             for name in self.rule.states
@@ -127,6 +130,19 @@ class Elementwise(torch.optim.Optimizer):
             for piece, value in zip(pieces, values[name], strict=True):
                 stored = piece.states[name]
                 stored.codec.encode(value, stored.parts, stored.seed, piece.offset)
+
+    def _fits_kernel(self, piece: Piece) -> bool:
+        """Coded AdamW on a GPU is one kernel; Triton comes with PyTorch for CUDA."""
+        coded = all(isinstance(stored.codec, Blockwise) for stored in piece.states.values())
+        return piece.param.is_cuda and coded and isinstance(self.rule, AdamW) and piece.grad.is_contiguous()
+
+    def _run_kernel(self, piece: Piece, hyper: Hyper) -> None:
+        from shardwise.optim import fused
+
+        first, second = (piece.states[name] for name in self.rule.states)
+        codecs: Any = first.codec, second.codec
+        seeds = first.seed, second.seed
+        fused.adamw(piece.param, piece.grad, first.parts, second.parts, codecs, seeds, piece.offset, hyper)
 
     def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[Piece]:
         """The local part, whole rows at a time; a row that is longer than the limit is cut between blocks."""
