@@ -61,8 +61,7 @@ class Elementwise(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rule, self.kind, self.seed, self.piece = rule, kind, seed, piece
-        everything = [p for group in self.param_groups for p in group["params"]]
-        self._number = {p: number for number, p in enumerate(everything)}
+        self._numbers: dict[Tensor, int] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -144,6 +143,13 @@ class Elementwise(torch.optim.Optimizer):
         seeds = first.seed, second.seed
         fused.adamw(piece.param, piece.grad, first.parts, second.parts, codecs, seeds, piece.offset, hyper)
 
+    def _number(self, parameter: Tensor) -> int:
+        """A parameter's place among all; counted anew where groups have changed since."""
+        if parameter not in self._numbers:
+            everything = [p for group in self.param_groups for p in group["params"]]
+            self._numbers = {p: number for number, p in enumerate(everything)}
+        return self._numbers[parameter]
+
     def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[Piece]:
         """The local part, whole rows at a time; a row that is longer than the limit is cut between blocks."""
         local = local_of(parameter)
@@ -151,7 +157,7 @@ class Elementwise(torch.optim.Optimizer):
         if not rows * cols:
             return
         param, grad = local.view(rows, cols), local_grad(parameter).reshape(rows, cols)
-        state, number, first = self.state[parameter], self._number[parameter], first_row(parameter)
+        state, number, first = self.state[parameter], self._number(parameter), first_row(parameter)
         stored = {}
         for place, name in enumerate(self.rule.states):
             codec = codec_of(self.kind, name, parameter.shape)
