@@ -20,15 +20,11 @@ BYTES = {
 }  # fmt: skip
 # Largest difference of the loss at any of 20 steps. Ranks sum gradients in another order; an element whose sign (lion)
 # or code falls the other way is off by a whole step or level.
-PARITY = {name: 2e-4 for name in NAMES} | {"adamw": 1e-5, "lion": 2e-3, "lion-bf16": 2e-3}
+PARITY = {name: 1e-5 for name in NAMES} | {"lion": 1e-3, "lion-bf16": 1e-3, "adafactor": 1e-4}
+PARITY |= {"adamw-bf16": 2e-4, "adamw8bit": 2e-4, "adamw4bit": 5e-4}
 # How far the mean loss of the last 5 steps may be above fp32 AdamW's.
-ABOVE = {name: 0.02 for name in NAMES} | {
-    "adamw4bit": 0.1,
-    "adam-mini": 0.2,
-    "adafactor": 0.2,
-    "sgd": 2,
-    "sgd-plain": 2,
-}
+ABOVE = {name: 0.02 for name in NAMES} | {"adamw4bit": 0.05, "adam-mini": 0.15, "sgd": 0.4, "sgd-plain": 0.8}
+ABOVE |= {"lion": 0.2, "lion-bf16": 0.2}
 # Three go through every mechanism (codecs, sums over ranks, matrices that go round); the others are slow tests.
 QUICK = ("adamw8bit", "adafactor", "muon")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.codecs import BLOCK, FP32, Codec, Kind, Parts, codec_of, columns, mix, part_name
-from shardwise.optim.rules import Hyper, Rule
+from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Codec, Kind, Parts, codec_of, columns, mix, part_name
+from shardwise.optim.rules import AdamW, Hyper, Rule
 from shardwise.optim.shards import first_row, local_grad, local_of, new_step, zeros_beside
 
 # Elements at a time: on a GPU enough to keep it busy, at about 40 bytes of temporary memory each; on a CPU its cache.
@@ -61,8 +61,7 @@ class Elementwise(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rule, self.kind, self.seed, self.piece = rule, kind, seed, piece
-        everything = [p for group in self.param_groups for p in group["params"]]
-        self._number = {p: number for number, p in enumerate(everything)}
+        self._numbers: dict[Tensor, int] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -118,6 +117,9 @@ class Elementwise(torch.optim.Optimizer):
 
     def _run(self, pieces: list[Piece], group: dict[str, Any], step: int) -> None:
         hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
+        for piece in [p for p in pieces if self._fits_kernel(p)]:
+            self._run_kernel(piece, hyper)
+        pieces = [p for p in pieces if not self._fits_kernel(p)]
         values = {
             name: [p.states[name].codec.decode(p.states[name].parts, p.param.shape) for p in pieces]
             for name in self.rule.states
@@ -128,6 +130,26 @@ class Elementwise(torch.optim.Optimizer):
                 stored = piece.states[name]
                 stored.codec.encode(value, stored.parts, stored.seed, piece.offset)
 
+    def _fits_kernel(self, piece: Piece) -> bool:
+        """Coded AdamW on a GPU is one kernel; Triton comes with PyTorch for CUDA."""
+        coded = all(isinstance(stored.codec, Blockwise) for stored in piece.states.values())
+        return piece.param.is_cuda and coded and isinstance(self.rule, AdamW) and piece.grad.is_contiguous()
+
+    def _run_kernel(self, piece: Piece, hyper: Hyper) -> None:
+        from shardwise.optim import fused
+
+        first, second = (piece.states[name] for name in self.rule.states)
+        codecs: Any = first.codec, second.codec
+        seeds = first.seed, second.seed
+        fused.adamw(piece.param, piece.grad, first.parts, second.parts, codecs, seeds, piece.offset, hyper)
+
+    def _number(self, parameter: Tensor) -> int:
+        """A parameter's place among all; counted anew where groups have changed since."""
+        if parameter not in self._numbers:
+            everything = [p for group in self.param_groups for p in group["params"]]
+            self._numbers = {p: number for number, p in enumerate(everything)}
+        return self._numbers[parameter]
+
     def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[Piece]:
         """The local part, whole rows at a time; a row that is longer than the limit is cut between blocks."""
         local = local_of(parameter)
@@ -135,7 +157,7 @@ class Elementwise(torch.optim.Optimizer):
         if not rows * cols:
             return
         param, grad = local.view(rows, cols), local_grad(parameter).reshape(rows, cols)
-        state, number, first = self.state[parameter], self._number[parameter], first_row(parameter)
+        state, number, first = self.state[parameter], self._number(parameter), first_row(parameter)
         stored = {}
         for place, name in enumerate(self.rule.states):
             codec = codec_of(self.kind, name, parameter.shape)

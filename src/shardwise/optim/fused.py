@@ -1,0 +1,173 @@
+"""AdamW on coded states in one pass on a GPU: decode, update, encode, without leaving the registers.
+
+The plain path (`codecs.py` and `rules.py`) does the same in some forty passes over memory and is what this is held to:
+the same codes from the same noise, but for rounding in the last bits of fp32. Imported only where CUDA and Triton are.
+"""
+
+# mypy: ignore-errors
+# (Triton's language is Python to the parser alone.)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardwise.optim.codecs import BLOCK, Blockwise, Parts, wrapped
+from shardwise.optim.rules import Hyper
+
+BLOCKS = 16  # blocks of 128 elements per program
+
+
+@triton.jit
+def _noise(index, seed):
+    x = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B
+    x = x ^ (x >> 13)
+    return x * 0xC2B2AE35
+
+
+@triton.jit
+def _decoded_first(code, scale, MANTISSA: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr):
+    size = ((tl.abs(code) + LEAST) << (23 - MANTISSA)).to(tl.float32, bitcast=True) - FLOOR
+    return tl.where(code < 0, -size, size) * scale
+
+
+@triton.jit
+def _decoded_second(code, scale, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    return ((code + LEAST) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * scale
+
+
+@triton.jit
+def _code(size, random, MANTISSA: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr):
+    """The code of a magnitude, rounded stochastically."""
+    bits = size.to(tl.int32, bitcast=True) + (random >> (9 + MANTISSA)).to(tl.int32)
+    return tl.minimum(tl.maximum((bits >> (23 - MANTISSA)) - LEAST, 0), TOP)
+
+
+@triton.jit
+def _coded_first(
+    value, scale, index, seed, MANTISSA: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr, TOP: tl.constexpr
+):
+    x = value / tl.where(scale == 0, 1.0, scale)
+    code = _code(tl.abs(x) + FLOOR, _noise(index, seed), MANTISSA, LEAST, TOP)
+    return tl.where(x < 0, -code, code)
+
+
+@triton.jit
+def _coded_second(
+    value, scale, index, seed, MANTISSA: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr, TOP: tl.constexpr
+):
+    x = value / tl.where(scale == 0, 1.0, scale)
+    return _code(tl.maximum(x, FLOOR), _noise(index, seed), MANTISSA, LEAST, TOP)
+
+
+@triton.jit
+def _adamw(p, g, m, v, shrink, rate, beta1, beta2, root, eps):
+    p = p * shrink
+    m = m + (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p - rate * m / (tl.sqrt(v) / root + eps)
+    return p, m, v
+
+
+@triton.jit(do_not_specialize=["offset", "seed1", "seed2"])
+def _kernel_8bit(
+    param, grad, codes1, scales1, codes2, scales2,
+    rows, cols, per_row, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
+    M1: tl.constexpr, LEAST1: tl.constexpr, FLOOR1: tl.constexpr, TOP1: tl.constexpr, PEAK1: tl.constexpr,
+    M2: tl.constexpr, LEAST2: tl.constexpr, FLOOR2: tl.constexpr, TOP2: tl.constexpr, PEAK2: tl.constexpr,
+    SIZE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    there = block < rows * per_row
+    row = block // per_row
+    col = (block % per_row)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    at = row[:, None] * cols + col
+    mask = there[:, None] & (col < cols)
+    s1 = tl.load(scales1 + block, there, 0.0)[:, None]
+    s2 = tl.load(scales2 + block, there, 0.0)[:, None]
+    m = _decoded_first(tl.load(codes1 + at, mask, 0).to(tl.int32), s1, M1, LEAST1, FLOOR1)
+    v = _decoded_second(tl.load(codes2 + at, mask, 0).to(tl.int32), s2, M2, LEAST2)
+    p, g = tl.load(param + at, mask, 0.0), tl.load(grad + at, mask, 0.0)
+    p, m, v = _adamw(p, g, m, v, shrink, rate, beta1, beta2, root, eps)
+    tl.store(param + at, p, mask)
+    s1 = tl.max(tl.where(mask, tl.abs(m), 0.0), 1) / PEAK1
+    s2 = tl.max(tl.where(mask, v, 0.0), 1) / PEAK2
+    tl.store(scales1 + block, s1, there)
+    tl.store(scales2 + block, s2, there)
+    index = at + offset
+    c1 = _coded_first(m, s1[:, None], index, seed1, M1, LEAST1, FLOOR1, TOP1)
+    c2 = _coded_second(v, s2[:, None], index, seed2, M2, LEAST2, FLOOR2, TOP2)
+    tl.store(codes1 + at, c1.to(tl.int8), mask)
+    tl.store(codes2 + at, c2.to(tl.uint8), mask)
+
+
+@triton.jit(do_not_specialize=["offset", "seed1", "seed2"])
+def _kernel_4bit(
+    param, grad, codes1, scales1, codes2, scales2,
+    rows, cols, per_row, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
+    M1: tl.constexpr, LEAST1: tl.constexpr, FLOOR1: tl.constexpr, TOP1: tl.constexpr, PEAK1: tl.constexpr,
+    M2: tl.constexpr, LEAST2: tl.constexpr, FLOOR2: tl.constexpr, TOP2: tl.constexpr, PEAK2: tl.constexpr,
+    SIZE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """As the one above; a byte holds an even column and the odd one after it, which are worked on side by side."""
+    block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    there = block < rows * per_row
+    row = (block // per_row)[:, None]
+    pair = (block % per_row)[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+    byte = row * ((cols + 1) // 2) + pair
+    a, b = row * cols + 2 * pair, row * cols + 2 * pair + 1
+    mask_a, mask_b = there[:, None] & (2 * pair < cols), there[:, None] & (2 * pair + 1 < cols)
+    s1 = tl.load(scales1 + block, there, 0.0)[:, None]
+    s2 = tl.load(scales2 + block, there, 0.0)[:, None]
+    both1 = tl.load(codes1 + byte, mask_a, 0).to(tl.int32)
+    both2 = tl.load(codes2 + byte, mask_a, 0).to(tl.int32)
+    m_a = _decoded_first(((both1 & 15) ^ 8) - 8, s1, M1, LEAST1, FLOOR1)
+    m_b = _decoded_first(((both1 >> 4) ^ 8) - 8, s1, M1, LEAST1, FLOOR1)
+    v_a = _decoded_second(both2 & 15, s2, M2, LEAST2)
+    v_b = _decoded_second(both2 >> 4, s2, M2, LEAST2)
+    p_a, g_a = tl.load(param + a, mask_a, 0.0), tl.load(grad + a, mask_a, 0.0)
+    p_b, g_b = tl.load(param + b, mask_b, 0.0), tl.load(grad + b, mask_b, 0.0)
+    p_a, m_a, v_a = _adamw(p_a, g_a, m_a, v_a, shrink, rate, beta1, beta2, root, eps)
+    p_b, m_b, v_b = _adamw(p_b, g_b, m_b, v_b, shrink, rate, beta1, beta2, root, eps)
+    tl.store(param + a, p_a, mask_a)
+    tl.store(param + b, p_b, mask_b)
+    largest = tl.maximum(tl.where(mask_a, tl.abs(m_a), 0.0), tl.where(mask_b, tl.abs(m_b), 0.0))
+    s1 = tl.max(largest, 1) / PEAK1
+    s2 = tl.max(tl.maximum(tl.where(mask_a, v_a, 0.0), tl.where(mask_b, v_b, 0.0)), 1) / PEAK2
+    tl.store(scales1 + block, s1, there)
+    tl.store(scales2 + block, s2, there)
+    c_a = _coded_first(m_a, s1[:, None], a + offset, seed1, M1, LEAST1, FLOOR1, TOP1)
+    c_b = tl.where(mask_b, _coded_first(m_b, s1[:, None], b + offset, seed1, M1, LEAST1, FLOOR1, TOP1), 0)
+    tl.store(codes1 + byte, ((c_a & 15) | ((c_b & 15) << 4)).to(tl.uint8), mask_a)
+    c_a = _coded_second(v_a, s2[:, None], a + offset, seed2, M2, LEAST2, FLOOR2, TOP2)
+    c_b = tl.where(mask_b, _coded_second(v_b, s2[:, None], b + offset, seed2, M2, LEAST2, FLOOR2, TOP2), 0)
+    tl.store(codes2 + byte, (c_a | (c_b << 4)).to(tl.uint8), mask_a)
+
+
+def adamw(
+    param: Tensor, grad: Tensor, first: Parts, second: Parts, codecs: tuple[Blockwise, Blockwise],
+    seeds: tuple[int, int], offset: int, hyper: Hyper,
+) -> None:  # fmt: skip
+    """One step of AdamW on a [rows, cols] piece and its coded moments, in place."""
+    rows, cols = param.shape
+    one, two = codecs
+    assert one.bits == two.bits and one.signed and not two.signed and one.stochastic and two.stochastic
+    assert one.block == two.block == BLOCK and param.is_contiguous() and grad.is_contiguous()
+    assert all(part.is_contiguous() for parts in (first, second) for part in parts.values())
+    per_row = -(-cols // BLOCK)
+    beta1, beta2 = hyper.betas
+    kernel = _kernel_8bit if one.bits == 8 else _kernel_4bit
+    with torch.cuda.device(param.device) if param.is_cuda else torch.device("cpu"):
+        kernel[(triton.cdiv(rows * per_row, BLOCKS),)](
+            param, grad, first["codes"], first["scales"], second["codes"], second["scales"],
+            rows, cols, per_row, wrapped(offset), wrapped(seeds[0]), wrapped(seeds[1]),
+            1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), beta1, beta2,
+            (1 - beta2**hyper.step) ** 0.5, hyper.eps,
+            one.mantissa, one.least, one.floor, one.top, one.peak,
+            two.mantissa, two.least, two.floor, two.top, two.peak,
+            BLOCK, BLOCKS, num_warps=8,
+        )  # fmt: skip
