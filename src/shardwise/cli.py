@@ -196,6 +196,17 @@ def demo(
     play(output, seconds, ranks)
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def deepspeed(context: typer.Context) -> None:
+    """Start a script written for DeepSpeed, with its launcher's options; --help shows them."""
+    from shardwise.deepspeed.launch import run
+
+    raise typer.Exit(run(context.args))
+
+
 def _say(text: str) -> None:
     print(f"  {text}", flush=True)
 

@@ -24,15 +24,22 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.config.resolve import check_plusplus
 from shardwise.config.schema import LossScale, Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
-from shardwise.models.build import find_blocks
-from shardwise.optim.adamw import decay_groups
+from shardwise.models.build import find_blocks, materialise
+from shardwise.observe.breakdown import timer_for
+from shardwise.observe.comms import watch_collectives
+from shardwise.optim.build import decay_groups
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
+from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.update import Update
+
+Fill = Callable[[nn.Module], None]
 
 
 class EngineConfig(Section):
@@ -48,58 +55,82 @@ class EngineConfig(Section):
     )
     weight_decay: Number = Field(0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own")
     timeout: Duration = Field(600.0, gt=0, description="longest wait for another rank")
+    breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
 
 
 class Engine:
     """A sharded model that is called like the model, and steps like an optimizer."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, config: EngineConfig, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, config: EngineConfig, world: World, fill: Fill | None = None
+    ) -> None:
         self.config, self.world = config, world
         before = dict(model.named_parameters())
-        model.to(world.device)
-        shard_model(model, find_blocks(model), world.mesh, config.parallel.zero, config.precision)
+        if fill is None:
+            model.to(world.device)
+            _copy_from_first(model)
+        self.timer = timer_for(world.device, config.breakdown, config.breakdown)
+        shard_model(
+            model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
+        )
+        if fill is not None:
+            materialise(model, world.device)
+            fill(model)
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
+        install_collectives(self.sharded, config.parallel, world, config.timeout)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
-        self.updates, self._micro, self._inside = 0, 0, False
+        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, 0.0, config.accumulate > 1)
+        self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
+        self.accumulate = config.accumulate
+        self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates
         self.grad_norm: torch.Tensor | None = None
+        watch_collectives(model, self.timer)
 
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the next `step` will update the parameters."""
-        return self._micro == self.config.accumulate - 1
+        return self._micro == self.accumulate - 1 if self.boundary is None else self.boundary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; batches are moved to the rank's device."""
         device = self.world.device
         args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
         kwargs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-        if torch.is_grad_enabled() and self.module.training:
-            self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        return self.module(*args, **kwargs)
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self.module(*args, **kwargs)
+        self.sharded.prepare_micro_batch(self.is_last_micro_batch)
+        with self.timer.region("forward"):
+            return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Adds this micro-batch's gradient: the mean of `loss` over ranks and the micro-batches of an update."""
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        self.scaler.scale(loss / self.config.accumulate).backward()
+        with self.timer.region("backward"):
+            self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
         self._inside = True
 
     def step(self) -> bool:
         """After each `backward`: updates on every `accumulate`-th call, and says whether it did."""
         if not self._inside:
             raise RuntimeError("engine.step() needs engine.backward(loss) before it")
-        self._inside, self._micro = False, self._micro + 1
-        if self._micro < self.config.accumulate:
+        last = self.is_last_micro_batch
+        self._inside, self._micro = False, 0 if last else self._micro + 1
+        if not last:
             return False
-        self._micro = 0
-        self.scaler.unscale_(self.optimizer)
-        self.grad_norm = self.sharded.clip(self.config.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        with self.timer.region("step"):
+            self.grad_norm = self._update()
         self.updates += 1
         return True
+
+    def breakdown(self) -> dict[str, Any]:
+        """Seconds per update in each part, and what each kind of collective moved, since the last call of this."""
+        if not self.timer.on:
+            raise UserError("config.breakdown", False, "nothing was measured", "initialize with breakdown: True")
+        window = self.timer.flush(self.updates - self._told)
+        self._told = self.updates
+        return {"updates": window.steps, "seconds": window.breakdown(), "comms": window.comms()}
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode; leaving evaluation puts the shards back."""
@@ -111,13 +142,17 @@ class Engine:
         """Evaluation mode."""
         return self.train(False)
 
+    def tensors(self) -> dict[str, Any]:
+        """Every tensor that a checkpoint holds, by name."""
+        return tensors_of(self.sharded, self.optimizer)
+
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Saves model, optimizer and whatever JSON you add, atomically, under the number of updates."""
         store = CheckpointStore(Path(folder), keep=1 << 30, background=False, group=self.world.checkpoint)
         trainer = {"updates": self.updates, "scaler": self.scaler.state_dict(), "extra": extra or {}}
         store.save(
             self.updates,
-            tensors_of(self.sharded, self.optimizer),
+            self.tensors(),
             trainer,
             self.config.model_dump_json(),
             lambda _: None,
@@ -131,7 +166,8 @@ class Engine:
         check_whole(found, self.world.control)
         trainer = read_trainer(found)
         prime_optimizer(self.optimizer)
-        load_tensors(found, tensors_of(self.sharded, self.optimizer), self.world.checkpoint)
+        load_tensors(found, self.tensors(), self.world.checkpoint)
+        self.sharded.updated()
         self.updates = int(trainer["updates"])
         if trainer["scaler"]:
             self.scaler.load_state_dict(trainer["scaler"])
@@ -142,11 +178,13 @@ def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     config: dict[str, Any] | EngineConfig | None = None,
+    fill: Fill | None = None,
 ) -> Engine:
     """Shards a model over the ranks that torchrun started (or runs it on one) and returns an engine for your own loop.
 
     `optimizer`: None for AdamW with decay groups; a function of parameter groups; or an optimizer built over
-    model.parameters() that has not stepped yet, which is rebuilt over the shards.
+    model.parameters() that has not stepped yet, which is rebuilt over the shards. `fill`: for a model whose
+    parameters are on `meta`: writes the values into its shards.
     """
     checked = config if isinstance(config, EngineConfig) else _check(config or {})
     cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
@@ -154,10 +192,23 @@ def initialize(
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
     if ranks % shard:
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+    check_plusplus(checked.parallel, ranks)
     if not cuda:
         _check_cpu(checked.precision)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)
-    return Engine(model, optimizer, checked, world)
+    return Engine(model, optimizer, checked, world, fill)
+
+
+@torch.no_grad()
+def _copy_from_first(model: nn.Module) -> None:
+    """Rank 0's values everywhere: shards of models that were seeded differently would make up none of them."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        data = tensor.detach().contiguous()
+        dist.broadcast(data.reshape(-1).view(torch.uint8), 0)  # as bytes: gloo does not know every type
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.copy_(data)
 
 
 def _check_cpu(precision: str) -> None:

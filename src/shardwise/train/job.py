@@ -42,6 +42,12 @@ class Job:
         pad = self.tokenizer.pad_token_id
         return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
+    @property
+    def offload_folder(self) -> Path:
+        """Where states that are offloaded to disk have their working files."""
+        folder = self.run.offload.disk
+        return Path(folder).expanduser().absolute() if folder else self.output / "offload"
+
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data

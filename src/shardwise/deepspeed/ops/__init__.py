@@ -1,0 +1,5 @@
+"""`deepspeed.ops`."""
+
+from shardwise.deepspeed.ops import adam
+
+__all__ = ["adam"]

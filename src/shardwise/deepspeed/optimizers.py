@@ -1,0 +1,91 @@
+"""The optimizer that a DeepSpeed config names, and DeepSpeed's own optimizer classes, as torch's.
+
+Sharding makes special classes unnecessary: every optimizer sees only this rank's shards. `FusedAdam` is torch's fused
+AdamW, and `DeepSpeedCPUAdam` the same on the host's vectors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from shardwise.deepspeed.refused import refuse
+from shardwise.errors import UserError
+
+NO_EFFECT = ("torch_adam", "fp32_optimizer_states", "amsgrad", "set_grad_none", "cuda_aware", "comm_backend_name")
+REFUSED = ("onebitadam", "zerooneadam", "onebitlamb", "lamb", "muadam", "muadamw", "musgd", "muon", "lion")
+
+
+class FusedAdam(torch.optim.AdamW):
+    """DeepSpeed's Adam: AdamW unless `adam_w_mode` is off, in torch's implementation."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise refuse(f"ops.adam.{type(self).__name__}(bias_correction=False)", "leave it on")
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        # torch's AdamW is its Adam with this flag on.
+        for group in (self.defaults, *self.param_groups):
+            group["decoupled_weight_decay"] = adam_w_mode
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """The same; where the states live is up to the config's offload, not to the class."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+def configured(config: dict[str, Any], parameters: Any) -> torch.optim.Optimizer | None:
+    """The optimizer of the config's `optimizer` block over parameters or groups; None where there is none."""
+    wanted = config.get("optimizer")
+    if not wanted:
+        return None
+    name, settings = str(wanted.get("type", "")), dict(wanted.get("params") or {})
+    if "max_grad_norm" in settings:
+        raise UserError("optimizer.params.max_grad_norm", settings["max_grad_norm"], "is no setting of an optimizer",
+                        "use gradient_clipping")  # fmt: skip
+    parameters = list(parameters)
+    if name.lower() in ("adam", "adamw"):
+        decoupled = settings.pop("adam_w_mode", True) or name.lower() == "adamw"
+        kept = {k: v for k, v in settings.items() if k not in NO_EFFECT or k == "amsgrad"}
+        _check_settings(FusedAdam, kept, name)
+        return FusedAdam(parameters, adam_w_mode=decoupled, **kept)
+    if name.lower() in REFUSED:
+        raise refuse(f"ops ({name})", "use Adam, AdamW, SGD, Adagrad, or pass an optimizer of your own to initialize")
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError("optimizer.type", name, "is not known", "use Adam, AdamW, SGD, or a class of torch.optim")
+    _check_settings(kind, settings, name)
+    return kind(parameters, **settings)
+
+
+def _check_settings(kind: type, settings: dict[str, Any], name: str) -> None:
+    known = list(inspect.signature(kind).parameters)[1:]
+    for key in settings:
+        if key not in known:
+            raise UserError(f"optimizer.params.{key}", settings[key], f"{name} does not have it",
+                            f"it has {', '.join(known)}")  # fmt: skip

@@ -1,0 +1,1 @@
+"""DeepSpeed's module paths below `deepspeed.runtime`."""

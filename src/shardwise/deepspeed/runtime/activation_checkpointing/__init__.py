@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.activation_checkpointing`."""
+
+from shardwise.deepspeed import checkpointing
+
+__all__ = ["checkpointing"]

@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.engine`."""
+
+from shardwise.deepspeed.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

@@ -1,0 +1,101 @@
+"""A DeepSpeed config, read: what the engine is told, the batch sizes, and the account of every key.
+
+The table of `shardwise.config.deepspeed` decides on every key but `optimizer` and `scheduler`: those two are built here
+as DeepSpeed builds them, over the script's own groups of parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.deepspeed import line, translate
+from shardwise.config.deepspeed import read_config as read_file
+from shardwise.config.deepspeed.plan import default_of
+from shardwise.engine import EngineConfig
+from shardwise.errors import UserError
+
+BUILT_HERE = ("optimizer", "scheduler")
+TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.schedule", "train.warmup", "log.every")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples per update, per rank and forward, and forwards per update."""
+
+    train: int
+    micro: int
+    accumulate: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The config as it was given, what `shardwise.initialize` takes, and one line per key that was met."""
+
+    config: dict[str, Any]
+    engine: dict[str, Any]
+    batch: Batch
+    account: tuple[tuple[str, str, str], ...]
+
+
+def read_config(config: Any, args: Any) -> dict[str, Any]:
+    """The dictionary behind `config` or `args.deepspeed_config`; exactly one of them must be given."""
+    from_args = getattr(args, "deepspeed_config", None)
+    if config is not None and from_args is not None:
+        problem = "is given besides args.deepspeed_config"
+        raise UserError("config", None, problem, "give one: the argument of initialize, or --deepspeed_config")
+    config = from_args if config is None else config
+    if config is None:
+        raise UserError("config", None, "is missing", "pass config=… to initialize, or --deepspeed_config FILE")
+    if isinstance(config, dict):
+        return dict(config)
+    try:
+        return read_file(Path(str(config)).expanduser())
+    except UserError as error:
+        raise UserError("deepspeed_config", error.value, error.problem, error.remedy) from None
+
+
+def settle(config: dict[str, Any], ranks: int) -> Settings:
+    """Translates the config; raises UserError for what is unknown, refused, or has no place in a script's own loop."""
+    rest = {key: value for key, value in config.items() if key not in BUILT_HERE}
+    done = translate(rest, ranks=ranks, file="config")
+    found = done.batch
+    if found.train is None or found.micro is None or found.rounds is None:
+        remedy = "give a number: there is nothing here to resolve it by"
+        raise UserError("train_micro_batch_size_per_gpu", "auto", "is not decided", remedy)
+    batch = Batch(found.train, found.micro, found.rounds)
+    values = {key: value for key, value in done.values.items() if key in EngineConfig.model_fields}
+    values |= {"accumulate": batch.accumulate, "clip": done.values.get("train", {}).get("clip")}
+    account = [line(entry) for entry in done.account if entry.given]
+    for path, value in _leaves({k: v for k, v in done.values.items() if k not in values}):
+        if path in TAKEN or value == default_of(path):
+            continue
+        if not path.startswith("log."):
+            problem = f"sets {path}: {value}, which has no place in a script's own loop"
+            raise UserError(
+                f"config: {done.sources.get(path, path)}", None, problem, "remove it, or use shardwise train"
+            )
+        shown = f"{done.sources.get(path, path)}: {value}"
+        account = [row for row in account if not row[0].startswith(shown.split(":")[0])]
+        account.append((shown, "no effect", "reports are the script's own"))
+    return Settings(config, values, batch, tuple(account))
+
+
+def print_account(settings: Settings) -> None:
+    """What became of each key, as three columns."""
+    named = [(key, "honoured", f"{(settings.config.get(key) or {}).get('type')}, over the script's parameters")
+             for key in BUILT_HERE if settings.config.get(key)]  # fmt: skip
+    rows = [*named, *settings.account]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else [0, 0]
+    print("DeepSpeed config:", flush=True)
+    for key, verdict, text in rows:
+        print(f"  {key:{widths[0]}}  {verdict:{widths[1]}}  {text}", flush=True)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        found += _leaves(value, f"{path}.") if isinstance(value, dict) and value else [(path, value)]
+    return found

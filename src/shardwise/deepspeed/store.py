@@ -1,0 +1,109 @@
+"""Checkpoints under DeepSpeed's names: a folder per tag, and a file `latest` that names the newest tag.
+
+Inside a tag's folder lies a checkpoint of our own store (`step-…`): written atomically, hashed, loadable on any number
+of ranks and at any stage. A tag that is written again is replaced once the new one is whole. What the script adds
+(`client_state`) and the scheduler's state are a pickle beside it, as they may be any Python object: load checkpoints
+only from where you would run code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from shardwise.checkpoint.store import (
+    MODEL,
+    STATE,
+    CheckpointStore,
+    check_whole,
+    list_checkpoints,
+    load_tensors,
+    read_trainer,
+)
+from shardwise.engine import Engine
+from shardwise.errors import UserError
+from shardwise.train.state import prime_optimizer
+
+LATEST, EXTRA, PREFIX = "latest", "deepspeed.pt", "model."
+logger = logging.getLogger("shardwise.deepspeed")
+
+
+def save(engine: Engine, root: Path, tag: str, extra: dict[str, Any], latest: bool, without_frozen: bool) -> Path:
+    """Writes the checkpoint of a tag, on all ranks; `latest` moves on once it is whole."""
+    _check_tag(tag, engine)
+    engine.sharded.reshard()  # an evaluation at stages 0 to 2 leaves gathered copies in the model
+    frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
+    left_out = {PREFIX + name for name in frozen} if without_frozen else set()
+    tensors = {name: value for name, value in engine.tensors().items() if name not in left_out}
+    store = CheckpointStore(root / tag, keep=1, background=False, group=engine.world.checkpoint)
+    trainer = {"updates": engine.updates, "scaler": engine.scaler.state_dict(), "extra": {}, "frozen": frozen}
+    config = engine.config.model_dump_json()
+    store.save(engine.updates, tensors, trainer, config, lambda folder: torch.save(extra, folder / EXTRA), None)
+    if latest and engine.world.is_main:
+        partial = root / f".{LATEST}"
+        partial.write_text(tag)
+        partial.rename(root / LATEST)
+    dist.barrier(group=engine.world.control)
+    return root / tag
+
+
+def find(root: Path, tag: str | None) -> Path | None:
+    """The checkpoint of a tag, or of the newest; None where there is none."""
+    if tag is None:
+        if not (root / LATEST).is_file():
+            logger.warning(
+                "%s is missing: no checkpoint was loaded (give a tag to load one all the same)", root / LATEST
+            )
+            return None
+        tag = (root / LATEST).read_text().strip()
+    found = list_checkpoints(root / str(tag))
+    if not found:
+        hint = " (it was written by DeepSpeed itself)" if list((root / str(tag)).glob("*_states.pt")) else ""
+        logger.warning("%s holds no checkpoint%s: none was loaded", root / str(tag), hint)
+        return None
+    return found[-1]
+
+
+def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[str, Any]:
+    """Reads a checkpoint into the engine, on all ranks; returns what was saved besides the tensors."""
+    check_whole(folder, engine.world.control)
+    engine.sharded.reshard()
+    trainer = read_trainer(folder)
+    if optimizer:
+        prime_optimizer(engine.optimizer)
+    stored = set(names_in(folder))
+    wanted = {k: v for k, v in engine.tensors().items() if optimizer or k.startswith(PREFIX)}
+    forgiven = {PREFIX + name for name in trainer["frozen"]} - stored  # saved without them, on purpose
+    lacking = [k for k in wanted if k not in stored and k not in forgiven]
+    if lacking and strict:
+        problem = f"does not hold {lacking[0]}" + (f" and {len(lacking) - 1} more" if lacking[1:] else "")
+        raise UserError("load_dir", str(folder), problem, "load it into the model and optimizer it was saved from")
+    load_tensors(folder, {k: v for k, v in wanted.items() if k in stored}, engine.world.checkpoint)
+    if optimizer:
+        engine.updates = int(trainer["updates"])
+        if trainer["scaler"]:
+            engine.scaler.load_state_dict(trainer["scaler"])
+    extra = torch.load(folder / MODEL / EXTRA, map_location="cpu", weights_only=False)
+    assert isinstance(extra, dict)
+    return extra
+
+
+def names_in(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds: a description of each tensor, by name."""
+    return dict(FileSystemReader(folder / STATE).read_metadata().state_dict_metadata)
+
+
+def _check_tag(tag: str, engine: Engine) -> None:
+    """All ranks must mean the same folder."""
+    tags: list[Any] = [None] * engine.world.size
+    dist.all_gather_object(tags, tag, group=engine.world.control)
+    if len(set(tags)) > 1:
+        raise UserError("tag", tag, f"differs between ranks ({json.dumps(sorted(set(tags)))})", "give all the same")
+    if not tag or tag in (LATEST, ".", "..") or "/" in tag:
+        raise UserError("tag", tag, "cannot be the name of a folder", "use e.g. global_step100")

@@ -1,0 +1,45 @@
+"""What DeepSpeedEngine does and answers."""
+
+from __future__ import annotations
+
+import pytest
+from support import deepspeed_scenarios as scenarios
+from support.ranks import run_ranks
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_boundaries_by_hand_equal_counted_ones(stage: int) -> None:
+    result = run_ranks(scenarios.boundaries, 2, stage)[0]
+    assert result["counted"][-1] < result["counted"][0]
+    assert ("no_sync" in result) == (stage == 1)
+    for losses in result.values():
+        assert losses == pytest.approx(result["counted"], abs=1e-6)
+
+
+def test_surface() -> None:
+    ranks = run_ranks(scenarios.surface, 2)
+    for number, rank in enumerate(ranks):
+        assert rank["sizes"] == (8, 2, 2) and rank["larger"] == (12, 2, 3)
+        assert rank["loader"] == (5, 5, 10)
+        assert rank["same"] and rank["mine is"] == (number == 0, number), "rank 0's model counts"
+        assert rank["before"] == (None, 0, False)
+        assert rank["decay"] == [0.3, 0.0]
+        assert rank["names"] == ["module.blocks.0.0.bias", "module.blocks.0.0.weight"]
+        assert rank["of the model"] == 1.5
+        assert rank["rates"] == pytest.approx([0, 0, 0, 0, 0.005, 0.005])
+        assert rank["after"] == (3, 6, 24, 0) and rank["one more"] == 4
+        assert rank["norm"] == pytest.approx(ranks[0]["norm"]) and rank["norm"] > 0
+        assert rank["answers"] == (2, 0.7, False, False, 1.0, 2, 2, number, "cpu")
+        assert "multiple of 4" in rank["mistakes"][0] and "stages 2 and 3" in rank["mistakes"][1]
+        assert "nothing" in rank["mistakes"][2]
+
+
+def test_fp16_overflow(cpu_precision_env: dict[str, str]) -> None:
+    """Skipped updates are counted, the schedule waits for them, and two overflows halve the scale."""
+    ranks = run_ranks(scenarios.overflow, 2, env=cpu_precision_env)
+    for rank in ranks:
+        seen = rank["seen"]
+        assert rank["skipped"] == rank["not applied"] >= 3 and rank["moved"]
+        assert [entry[1] for entry in seen[:3]] == [2.0**40, 2.0**39, 2.0**38]
+        assert seen[0][2] == -1 and seen[-1][2] == -1 + sum(entry[0] for entry in seen)
+    assert ranks[0]["seen"] == ranks[1]["seen"]
