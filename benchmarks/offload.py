@@ -1,7 +1,7 @@
-"""Tokens per second of full fine-tuning with the optimizer off the device, by the real set-up on a model of random weights.
+"""Tokens per second of full fine-tuning with the optimizer off the device: the real set-up, random weights.
 
     python benchmarks/offload.py 3b offload.optimizer=cpu train.clip=null compile=true
-    python benchmarks/offload.py 32b offload.optimizer=cpu offload.ratio=auto train.optimizer=adamw8bit train.in_backward=true train.clip=null
+    python benchmarks/offload.py 32b offload.optimizer=cpu offload.ratio=auto train.optimizer=adamw8bit train.clip=null
 
 Arguments after the size are settings of a run, as for `shardwise train`. Prints one line of JSON.
 """
@@ -33,7 +33,7 @@ def config_of(size: str) -> dict[str, object]:
     hidden, inner, layers, heads, kv_heads, tied = SHAPES[size]
     return {
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 64 if hidden < 1024 else 128 if hidden > 2048 else 64,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128 if hidden > 2048 else 64,
         "vocab_size": VOCABULARY, "max_position_embeddings": 8192, "tie_word_embeddings": tied,
     }  # fmt: skip
 

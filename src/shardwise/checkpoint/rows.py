@@ -70,7 +70,7 @@ class LoadRows(DefaultLoadPlanner):
         """Where an item is to be read into."""
         found = self._rows.get(read_item.dest_index.fqn)
         if found is None:
-            return super().resolve_tensor(read_item)
+            return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
         return torch.empty(tuple(read_item.lengths), dtype=found.outline.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:

@@ -60,6 +60,8 @@ def resolve_machine(run: Run) -> Resolution:
     _resolve_precision(result)
     _check_parallel(result.run, ranks)
     _check_activations(result.run)
+    _check_offload(result.run)
+    _check_in_backward(result.run)
     _check_optimizer(result.run)
     _resolve_micro_batch(result, ranks)
     return result
@@ -156,6 +158,48 @@ def _check_parallel(run: Run, ranks: int) -> None:
         fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
         problem = f"batch_size {batch} on {ranks} ranks is {per_rank} sequences per rank, not a multiple of it"
         raise UserError("train.micro_batch_size", micro, problem, f"use one of {fits[:12]}")
+
+
+ELEMENTWISE = ("adamw", "adamw8bit", "adamw4bit", "lion", "sgd")  # optimizers whose states can be anywhere
+
+
+def _check_offload(run: Run) -> None:
+    offload, train = run.offload, run.train
+    if offload.optimizer != "none" and train.optimizer not in ELEMENTWISE:
+        problem = f"{train.optimizer} looks at whole matrices; states leave the device in pieces"
+        raise UserError(
+            "offload.optimizer", offload.optimizer, problem, f"use optimizer: {', '.join(ELEMENTWISE)}, or offload none"
+        )
+    if offload.parameters != "none" and run.parallel.zero != 3:
+        problem = f"stage {run.parallel.zero} holds all parameters on the device"
+        raise UserError("offload.parameters", offload.parameters, problem, "set parallel.zero: 3")
+    if offload.parameters != "none" and offload.optimizer == "none":
+        problem = "the optimizer's states would be larger than what leaves the device"
+        raise UserError("offload.parameters", offload.parameters, problem, "set offload.optimizer: cpu or disk too")
+    if offload.parameters != "none" and run.precision == "fp16":
+        problem = "gradients off the device cannot be checked for fp16's overflow"
+        raise UserError("offload.parameters", offload.parameters, problem, "use precision: bf16 or fp32")
+    if offload.disk is not None and "disk" not in (offload.optimizer, offload.parameters):
+        problem = "nothing is offloaded to disk"
+        raise UserError("offload.disk", offload.disk, problem, "set offload.optimizer: disk, or leave it out")
+    if offload.ratio != 1.0 and offload.optimizer == "none":
+        problem = "no optimizer state leaves the device"
+        raise UserError("offload.ratio", offload.ratio, problem, "set offload.optimizer: cpu, or leave it out")
+
+
+def _check_in_backward(run: Run) -> None:
+    train = run.train
+    if not train.in_backward:
+        return
+    if train.clip is not None:
+        problem = "clipping needs the norm of all gradients, which are gone one by one"
+        raise UserError("train.in_backward", True, problem, "set train.clip: null")
+    if run.precision == "fp16":
+        problem = "fp16's loss scale must see all gradients before the first is used"
+        raise UserError("train.in_backward", True, problem, "use precision: bf16 or fp32")
+    if train.optimizer not in (*ELEMENTWISE, "adam-mini"):
+        problem = f"{train.optimizer} works over all ranks at once"
+        raise UserError("train.in_backward", True, problem, f"use optimizer: {', '.join(ELEMENTWISE)}")
 
 
 def _check_activations(run: Run) -> None:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """AdamW on masters in two halves (zero/master.py), fused: what is read and written once costs one pass and one launch.
 
-The reference is `join`, the rule, `split_`; that takes some 25 launches and four times the memory traffic, which on a GPU
-that computes the backward at the same time is felt.
+The reference is `join`, the rule, `split_`; that takes some 25 launches and four times the memory traffic, which is felt
+on a GPU that computes the backward at the same time.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.data.loader import IGNORE, MicroBatch
@@ -50,7 +49,7 @@ class CausalObjective:
 
 
 def _fast_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """On Hopper and later cuDNN's attention comes first: 1.8 times the speed of flash on an H200 (466 against 258 TFLOP/s)."""
+    """From Hopper on cuDNN's attention comes first: 1.8 times flash's speed on an H200 (466 against 258 TFLOP/s)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return contextlib.nullcontext()
     kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

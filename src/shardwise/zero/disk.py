@@ -1,4 +1,4 @@
-"""Files for what does not fit in memory: read and written in parallel, past the page cache where the file system allows.
+"""Files for what does not fit in memory: read and written in parallel, past the page cache where that is possible.
 
 Direct I/O matters for more than speed: the page cache would fill the host's memory with states that are used once a
 step. It asks for aligned offsets, lengths and addresses, so every range here begins and ends on a page.
@@ -83,7 +83,7 @@ class DiskFile:
                 self.path.unlink()
 
     def _each_part(self, call: Any, offset: int, buffer: torch.Tensor, after: Any = None) -> Transfer:
-        memory = memoryview(buffer.numpy())
+        memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
         return Transfer(
             tuple(
                 self._pool.submit(self._transfer, call, offset + at, memory[at : at + PART], after)
@@ -133,7 +133,7 @@ class DiskFolder:
 
 
 def check_disk(folder: Path, size: int) -> None:
-    """Before any process starts: the folder can be written and has room for `size` bytes; left-overs are removed."""
+    """Before training: the folder can be written and has room for `size` bytes (or holds them already)."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -143,9 +143,9 @@ def check_disk(folder: Path, size: int) -> None:
     except OSError as error:
         problem = f"cannot be written ({error.strerror or error})"
         raise UserError("offload.disk", str(folder), problem, "choose a folder you may write to") from None
-    for left_over in folder.glob("rank-*/*.bin"):
-        left_over.unlink()  # of a run that was killed
+    # Files that are there are of a run that was killed, or of ranks that were quicker; either way they are used again.
+    there = sum(file.stat().st_size for file in folder.glob("rank-*/*.bin"))
     free = shutil.disk_usage(existing).free
-    if free < size:
+    if free + there < size:
         problem = f"has {free / 2**30:.2f} GiB free; the offloaded states take {size / 2**30:.2f} GiB"
         raise UserError("offload.disk", str(folder), problem, "free some space or choose a folder on another disk")

@@ -1,4 +1,4 @@
-"""Offloaded states in checkpoints: by the same names, shapes and shards as without offload, read and written by rows."""
+"""Offloaded states in checkpoints: names, shapes and shards as without offload, read and written by rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Segments = list[tuple[Piece, Segment]]
 
 
 def entries(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """Every state as `optimizer.<parameter>.<state>`, and the parameters that are not whole on the device as `model.<…>`."""
+    """Every state as `optimizer.<parameter>.<state>`; parameters that are not whole on the device as `model.<…>`."""
     optimizer.finish()
     found: dict[str, Any] = {f"model.{name}": rows for name, rows in masters(optimizer).items()}
     for parameter, name, segments in _segments(optimizer):

@@ -1,7 +1,7 @@
 """Gradients on their way to the update: in the fp32 they were reduced in, and off the device if their parameters are.
 
-FSDP casts a reduced gradient to the parameter's type, so that sums over micro-batches would be rounded to bf16 again and
-again. Its all-reduce hook shows the fp32 buffer of a unit just before; each parameter's part of it lies where the cast
+FSDP casts a reduced gradient to the parameter's type, so that sums over micro-batches would be rounded to bf16 each
+time. Its all-reduce hook shows the fp32 buffer of a unit just before; each parameter's part of it lies where the cast
 gradient lies in its own buffer, a moment later.
 """
 
@@ -122,7 +122,8 @@ class GradientShelf:
             squares = norms.square()
             dist.all_reduce(squares, group=shard.get_group())
             norms = squares.sqrt()
-        return torch.linalg.vector_norm(norms)
+        total: torch.Tensor = torch.linalg.vector_norm(norms)
+        return total
 
     def settle(self) -> None:
         """Returns when everything is in the file."""

@@ -1,8 +1,8 @@
 """An fp32 master weight as two halves: the bf16 that the model computes with, and 16 bits of difference.
 
 The bf16 half is the master rounded as always (to nearest, ties to even), and the low half is what is left, as a signed
-count of the last fp32 bit: `bits(master) = (bits(bf16) << 16) + low`. So a master costs 2 bytes beside the weight that is
-there anyway, instead of 4. Rounding leaves -32768 … 32768, one more than 16 bits can tell: of the exact ties (one value
+count of the last fp32 bit: `bits(master) = (bits(bf16) << 16) + low`. So a master costs 2 bytes, not 4, beside the
+weight that is there anyway. Rounding leaves -32768 … 32768, one more than 16 bits can tell: of the exact ties (one value
 in 65536), those rounded down come back smaller by the last bit of fp32.
 """
 

@@ -293,25 +293,33 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _wait_before_use(self, units: Sequence[FSDPModule]) -> None:
         """Lets the forward of each unit wait for the updates of its own parameters, and no others."""
-        owner: dict[nn.Parameter, nn.Module] = {}
+        owner: dict[nn.Parameter, FSDPModule] = {}
         for unit in units:  # inner ones come later
-            assert isinstance(unit, nn.Module)
-            owner |= dict.fromkeys(unit.parameters(), unit)
-        pages: dict[nn.Module, list[Page]] = {}
+            owner |= dict.fromkeys(_module(unit).parameters(), unit)
+        # By FSDP's state and not by module: blocks that are joined are gathered at the first one's forward.
+        pages: dict[Any, list[Page]] = {}
         for parameter, unit in owner.items():
-            pages.setdefault(unit, []).extend(p.page for p in self.of.get(parameter, []))
+            pages.setdefault(unit._get_fsdp_state(), []).extend(p.page for p in self.of.get(parameter, []))
 
-        def wait(unit: nn.Module, args: Any) -> None:
+        def wait(module: nn.Module, args: Any) -> None:
+            assert isinstance(module, FSDPModule)
+            state = module._get_fsdp_state()
             streams = [torch.cuda.current_stream(self.device)]
-            context = getattr(unit._get_fsdp_state(), "_comm_ctx", None)  # type: ignore[operator]
+            context = getattr(state, "_comm_ctx", None)
             names = ("all_gather_copy_in_stream", "all_gather_stream")
             streams += [s for name in names if (s := getattr(context, name, None)) is not None]
-            for page in pages[unit]:
+            for page in pages[state]:
                 for stream in streams if page.done is not None else []:
                     stream.wait_event(page.done)
 
-        for unit in pages:
-            unit.register_forward_pre_hook(wait, prepend=True)
+        for unit in units:
+            if unit._get_fsdp_state() in pages:
+                _module(unit).register_forward_pre_hook(wait, prepend=True)
+
+
+def _module(unit: FSDPModule) -> nn.Module:
+    assert isinstance(unit, nn.Module)
+    return unit
 
 
 def _as(region: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:

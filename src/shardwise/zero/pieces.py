@@ -1,7 +1,7 @@
 """Sharded parameters cut into pieces that are updated as one, and the layout of each piece's states in one blob.
 
-A piece is a run of rows of neighbouring parameters, of bounded size, whatever the parameters' sizes: the buffers through
-which pieces pass are then small, and copies between places large.
+A piece is a run of rows of neighbouring parameters, of bounded size, whatever the parameters' sizes: the buffers that
+pieces pass through are then small, and copies between places large.
 """
 
 from __future__ import annotations

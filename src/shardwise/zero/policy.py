@@ -1,4 +1,4 @@
-"""What a run's `offload` section means for its parts: which masters are split, what stays, and the optimizer built so."""
+"""What a run's `offload` section means: which masters are split, how much stays, and the optimizer built so."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shardwise.zero.shelf import Shelf
 from shardwise.zero.stages import ShardedModel, local
 
 ROOM = 0.9  # of the device's memory that offload.ratio: auto plans with; the rest is for fragments
+STORED = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}  # bytes per element of a state
 EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
 
 
@@ -28,7 +29,7 @@ def splits_masters(run: Run) -> bool:
 
 
 def eager_share(run: Run) -> float:
-    """The share of the parameters updated during backward: all if asked for, some if offloaded and nothing forbids it."""
+    """The share of the parameters updated during backward: all if asked for, some if offloaded without clipping."""
     if run.train.in_backward:
         return 1.0
     return EAGER if run.offload.optimizer != "none" and run.train.clip is None and run.precision != "fp16" else 0.0
@@ -65,11 +66,23 @@ def offload_optimizer(
     offload = run.offload
     on_disk = disk if offload.parameters == "disk" else None
     shelf = Shelf(sharded.units, device, on_disk) if offload.parameters != "none" else None
+    groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
     return OffloadedOptimizer(
-        decay_groups(sharded.parameters, train.weight_decay, train.decay_norms), dict(named), rule_of(train.optimizer, train.betas), kind,
-        defaults, device, float(ratio), disk if offload.optimizer == "disk" else None, splits_masters(run),
-        shelf, on_disk,
+        groups, dict(named), rule_of(train.optimizer, train.betas), kind, defaults, device, float(ratio),
+        disk if offload.optimizer == "disk" else None, splits_masters(run), shelf, on_disk,
     )  # fmt: skip
+
+
+def disk_bytes(run: Run, parameters: int) -> int:
+    """What the working files of all ranks take together."""
+    each = 0.0
+    if run.offload.optimizer == "disk":
+        each += STORED[state_kind(run.train)] * len(
+            rule_of(run.train.optimizer, run.train.betas).states
+        ) + 2 * splits_masters(run)
+    if run.offload.parameters == "disk":
+        each += (2 if splits_masters(run) else 4) + 4  # the gradients are with them
+    return int(each * parameters)
 
 
 def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: Kind) -> float:
@@ -78,7 +91,7 @@ def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: K
         return 0.0  # host memory is the device's own
     elements = sum(local(p).numel() for p in sharded.parameters.values())
     rule = rule_of(run.train.optimizer, run.train.betas)
-    state = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}[kind] * len(rule.states) + 2 * splits_masters(run)
+    state = STORED[kind] * len(rule.states) + 2 * splits_masters(run)
     micro = int(run.train.micro_batch_size)
     lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and splits_masters(run)
     gradients = (0 if run.train.in_backward else 2 if lean else 4) * elements

@@ -1,6 +1,6 @@
-"""The shards of the parameters off the device, at stage 3: in host memory or in files, brought in as units are gathered.
+"""The shards of the parameters off the device, at stage 3: in host memory or in files, brought in for each gather.
 
-FSDP asks a local shard that has `fsdp_pre_all_gather` for what to gather, in forward, in backward and when it prefetches.
+FSDP asks a local shard that has `fsdp_pre_all_gather` for what to gather: in forward, in backward, when it prefetches.
 So the shards in the model are stubs (the right shape over one element of memory), and the real ones lie here, one
 blob per unit. The order in which units are asked for is the same in every step: while one is used, the next is fetched.
 """

@@ -102,7 +102,8 @@ class ShardedModel:
         """The norm of sharded gradients taken together, the same on every rank."""
         if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
             norms = [torch._foreach_norm([local(g).float()])[0] for g in gradients]
-            return torch.linalg.vector_norm(torch.stack(norms))
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+            return total
         norm = nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -1,4 +1,4 @@
-"""One update of the parameters: unscale, norm, clip, step; or, eagerly, each parameter as soon as its gradient is known.
+"""One update of the parameters: unscale, norm, clip, step; or, eagerly, each parameter once its gradient is known.
 
 The loop and the engine call it once per optimizer step, after the last micro-batch's backward.
 """
