@@ -132,6 +132,7 @@ class Data(Section):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(parse_number)]
+Some = Annotated[int, Field(ge=0), BeforeValidator(parse_number)]
 
 
 class Warmup(Section):
@@ -173,13 +174,9 @@ class OneCycle(Section):
     type: Literal["OneCycle"] = Field(description="which of DeepSpeed's schedules")
     cycle_min_lr: Number = Field(gt=0, description="rate at both ends of the cycle, e.g. 1e-5")
     cycle_first_step_size: Count = Field(default=2000, description="steps of the way up")
-    cycle_second_step_size: Whole | None = Field(
-        default=None, ge=0, description="steps of the way down; default: as many"
-    )
+    cycle_second_step_size: Some | None = Field(default=None, description="steps of the way down; default: as many")
     cycle_first_stair_count: Whole = Field(default=0, ge=0, description="stairs of the way up; 0 = a smooth line")
-    cycle_second_stair_count: Whole | None = Field(
-        default=None, ge=0, description="stairs of the way down; default: as many"
-    )
+    cycle_second_stair_count: Some | None = Field(default=None, description="stairs of the way down; default: as many")
     decay_step_size: Whole = Field(default=0, ge=0, description="steps per unit of decay after the cycle; 0 = none")
     decay_lr_rate: Number = Field(default=0.0, ge=0, description="decay of the rate after the cycle")
     cycle_momentum: bool = Field(default=True, description="cycle the first of the betas contrary to the rate")
@@ -274,6 +271,9 @@ class Parallel(Section):
     zero: Whole = Field(
         default=2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters"
     )
+    deepspeed: str | None = Field(
+        default=None, description="path of a DeepSpeed config (JSON), read with the run; see docs/deepspeed.md"
+    )
     shard: Count | None = Field(
         default=None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
     )
@@ -282,9 +282,6 @@ class Parallel(Section):
     )
     quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
     quantize_gradients: bool = Field(default=False, description="qgZ: reduce the gradients as int4")
-    deepspeed: str | None = Field(
-        default=None, min_length=1, description="a DeepSpeed config (JSON), read with the run; see docs/deepspeed.md"
-    )
     bucket: SomeSize | None = Field(
         default=None,
         description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB: blocks are divided "
@@ -353,9 +350,7 @@ class Log(Section):
         default=False, description="time in forward, backward, gather, reduce, offload and step; waits for the device"
     )
     comms: bool = Field(default=False, description="bytes, time and bandwidth of each collective")
-    csv: str | None = Field(
-        default=None, min_length=1, description="folder for one CSV file per figure, beside metrics.jsonl"
-    )
+    csv: str | None = Field(default=None, description="folder for one CSV file per figure, beside metrics.jsonl")
 
 
 class Run(Section):
