@@ -24,15 +24,20 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.config.resolve import check_plusplus
 from shardwise.config.schema import LossScale, Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks, materialise
-from shardwise.optim.adamw import decay_groups
+from shardwise.observe.breakdown import timer_for
+from shardwise.observe.comms import watch_collectives
+from shardwise.optim.build import decay_groups
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
+from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.update import Update
 
 Fill = Callable[[nn.Module], None]
 
@@ -50,6 +55,7 @@ class EngineConfig(Section):
     )
     weight_decay: Number = Field(0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own")
     timeout: Duration = Field(600.0, gt=0, description="longest wait for another rank")
+    breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
 
 
 class Engine:
@@ -63,18 +69,24 @@ class Engine:
         if fill is None:
             model.to(world.device)
             _copy_from_first(model)
-        shard_model(model, find_blocks(model), world.mesh, config.parallel.zero, config.precision)
+        self.timer = timer_for(world.device, config.breakdown, config.breakdown)
+        shard_model(
+            model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
+        )
         if fill is not None:
             materialise(model, world.device)
             fill(model)
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
+        install_collectives(self.sharded, config.parallel, world, config.timeout)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
-        self.updates, self._micro, self._inside = 0, 0, False
+        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, 0.0, config.accumulate > 1)
+        self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
         self.accumulate = config.accumulate
         self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates
         self.grad_norm: torch.Tensor | None = None
+        watch_collectives(model, self.timer)
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -86,14 +98,17 @@ class Engine:
         device = self.world.device
         args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
         kwargs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-        if torch.is_grad_enabled() and self.module.training:
-            self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        return self.module(*args, **kwargs)
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self.module(*args, **kwargs)
+        self.sharded.prepare_micro_batch(self.is_last_micro_batch)
+        with self.timer.region("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Adds this micro-batch's gradient: the mean of `loss` over ranks and the micro-batches of an update."""
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
+        with self.timer.region("backward"):
+            self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
         self._inside = True
 
     def step(self) -> bool:
@@ -104,13 +119,18 @@ class Engine:
         self._inside, self._micro = False, 0 if last else self._micro + 1
         if not last:
             return False
-        self.scaler.unscale_(self.optimizer)
-        self.grad_norm = self.sharded.clip(self.config.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        with self.timer.region("step"):
+            self.grad_norm = self._update()
         self.updates += 1
         return True
+
+    def breakdown(self) -> dict[str, Any]:
+        """Seconds per update in each part, and what each kind of collective moved, since the last call of this."""
+        if not self.timer.on:
+            raise UserError("config.breakdown", False, "nothing was measured", "initialize with breakdown: True")
+        window = self.timer.flush(self.updates - self._told)
+        self._told = self.updates
+        return {"updates": window.steps, "seconds": window.breakdown(), "comms": window.comms()}
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode; leaving evaluation puts the shards back."""
@@ -147,6 +167,7 @@ class Engine:
         trainer = read_trainer(found)
         prime_optimizer(self.optimizer)
         load_tensors(found, self.tensors(), self.world.checkpoint)
+        self.sharded.updated()
         self.updates = int(trainer["updates"])
         if trainer["scaler"]:
             self.scaler.load_state_dict(trainer["scaler"])
@@ -171,6 +192,7 @@ def initialize(
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
     if ranks % shard:
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+    check_plusplus(checked.parallel, ranks)
     if not cuda:
         _check_cpu(checked.precision)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)

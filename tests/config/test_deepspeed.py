@@ -415,16 +415,14 @@ def test_what_is_switched_off_passes(tmp_path: Path, given: dict[str, Any]) -> N
 
 def test_what_depends_on_the_stage_waits_for_it(tmp_path: Path) -> None:
     """In whatever order the keys stand; at a stage that has no use for them they have no effect, as in DeepSpeed."""
-    offload = {"device": "cpu"}
+    offload = {"device": "nvme", "nvme_path": "/nvme"}
     late = {"offload_param": offload, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "stage": 3}
     run = load(tmp_path, config(zero_optimization=late)).run
-    assert (run.offload.parameters, run.parallel.quantize_weights, run.parallel.secondary_shard) == ("cpu", True, 2)
+    assert (run.offload.parameters, run.offload.disk) == ("disk", "/nvme")
+    assert (run.parallel.quantize_weights, run.parallel.secondary_shard) == (True, 2)
     run = load(tmp_path, config(zero_optimization=late | {"stage": 2})).run
-    assert (run.offload.parameters, run.parallel.quantize_weights, run.parallel.secondary_shard) == (
-        "none",
-        False,
-        None,
-    )
+    assert (run.offload.parameters, run.offload.disk) == ("none", None)
+    assert (run.parallel.quantize_weights, run.parallel.secondary_shard) == (False, None)
 
 
 @pytest.mark.parametrize("with_run", [True, False])

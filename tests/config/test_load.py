@@ -244,7 +244,7 @@ def test_unknown_key_in_a_source(tmp_path: Path) -> None:
 
 def test_unknown_key_far_from_any_lists_the_known(tmp_path: Path) -> None:
     error = mistake(tmp_path, SMALL + "parallel: {xyz: 1}")
-    assert error.remedy.startswith("known here: zero, shard, ")
+    assert error.remedy.startswith("known here: zero, ")
 
 
 def test_unknown_key_on_the_command_line(tmp_path: Path) -> None:

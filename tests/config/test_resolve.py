@@ -100,6 +100,10 @@ def test_auto_micro_batch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.batch_size=2", "ranks=4"], "train.batch_size", 2, "among 4 ranks", "use 4"),
         (["train.micro_batch_size=3", "ranks=2"], "train.micro_batch_size", 3, "16 sequences", "[1, 2, 4, 8, 16]"),
         (["train.micro_batch_size=64"], "train.micro_batch_size", 64, "32 sequences per rank", "[1, 2, 4, 8, 16, 32]"),
+        (["train.optimizer=muon", "train.optimizer_state=bf16"], "train.optimizer_state", "bf16", "muon", "lion"),
+        (["train.optimizer=sgd", "train.betas=[0, 0.9]", "train.optimizer_state=bf16"], "train.optimizer_state", "bf16",
+         "has no state", "leave it out"),
+        (["train.optimizer=adafactor", "train.betas=[0.9, 0.99]"], "train.betas", [0.9, 0.99], "of its own", "leave"),
     ],
 )  # fmt: skip
 def test_refused(overrides: list[str], field: str, value: Any, problem: str, remedy: str) -> None:

@@ -68,9 +68,7 @@ def wire_and_memory(run: dict[str, Any], steps: int = 2) -> tuple[int, dict[str,
                 parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
                 (parts.objective(parts.sharded.model, micro) * scale).backward()
                 held.append(held_bytes(parts.sharded, parts.optimizer))
-        parts.sharded.clip(1.0)
-        parts.optimizer.step()
-        parts.optimizer.zero_grad()
+        parts.update()
     return parts.job.parameters, dict(wire.elements), held
 
 
@@ -78,7 +76,7 @@ def plain_loop(run: dict[str, Any]) -> list[float]:
     """The same training without any of our engine: full model, plain AdamW, one document after the other."""
     from transformers import AutoModelForCausalLM
 
-    from shardwise.optim.adamw import decay_groups
+    from shardwise.optim.build import decay_groups
     from shardwise.optim.schedules import learning_rate
 
     parts = parts_of(run)
@@ -128,7 +126,7 @@ def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
     from shardwise.models.build import build_on_meta
     from shardwise.parallel.mesh import init_world
     from shardwise.train.job import prepare_job
-    from shardwise.train.setup import build_model
+    from shardwise.train.setup import build_model, fill_model
 
     job = prepare_job(load_run(run))
     world = init_world(job.run)
@@ -143,6 +141,7 @@ def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
     thread = threading.Thread(target=watch)
     thread.start()
     sharded = build_model(job, world)
+    fill_model(job, sharded, {})
     done.set()
     thread.join()
     peak[0] = max(peak[0], private_bytes())

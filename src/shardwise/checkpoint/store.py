@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from shardwise.checkpoint.integrity import (
     MANIFEST,
@@ -35,6 +36,7 @@ from shardwise.checkpoint.integrity import (
     verify,
     write_manifest,
 )
+from shardwise.checkpoint.rows import LoadRows, SaveRows, split_rows
 from shardwise.errors import RunFailed, UserError
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
@@ -106,7 +108,13 @@ class CheckpointStore:
             write_model(partial / MODEL)
         dist.barrier(group=self.group)
         writer = FileSystemWriter(partial / STATE, single_file_per_rank=True, sync_files=True)
-        future: Any = async_save(_detached(tensors), storage_writer=writer, process_group=self.group)
+        whole, rows = split_rows(_detached(tensors))
+        if rows:  # copying what was offloaded, to write it later, would take the memory it was offloaded from
+            save(whole, storage_writer=writer, planner=SaveRows(rows), process_group=self.group)
+            future: Any = Future()
+            future.set_result(None)
+        else:
+            future = async_save(whole, storage_writer=writer, process_group=self.group)
         self._worker = threading.Thread(
             target=self._finish, args=(step, partial, future, best_step), name=f"checkpoint-{step}", daemon=True
         )
@@ -221,7 +229,8 @@ def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
-            load(_detached(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+            whole, rows = split_rows(_detached(tensors))
+            load(whole, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         print(error, file=sys.stderr)
         reason = next(iter(error.failures.values()))[0] if error.failures else error

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.schema import Run
+from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import shard_size
 
@@ -59,6 +59,10 @@ def resolve_machine(run: Run) -> Resolution:
     _resolve_backend(result, gpus, ranks)
     _resolve_precision(result)
     _check_parallel(result.run, ranks)
+    _check_activations(result.run)
+    _check_offload(result.run)
+    _check_in_backward(result.run)
+    _check_optimizer(result.run)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -142,6 +146,7 @@ def _check_parallel(run: Run, ranks: int) -> None:
     if ranks % shard_size(zero, shard, ranks):
         divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", f"use one of {divisors}")
+    check_plusplus(run.parallel, ranks)
     batch, micro = run.train.batch_size, run.train.micro_batch_size
     if batch % ranks:
         near = sorted({max(1, batch // ranks) * ranks, math.ceil(batch / ranks) * ranks})
@@ -153,6 +158,92 @@ def _check_parallel(run: Run, ranks: int) -> None:
         fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
         problem = f"batch_size {batch} on {ranks} ranks is {per_rank} sequences per rank, not a multiple of it"
         raise UserError("train.micro_batch_size", micro, problem, f"use one of {fits[:12]}")
+
+
+ELEMENTWISE = ("adamw", "adamw8bit", "adamw4bit", "lion", "sgd")  # optimizers whose states can be anywhere
+
+
+def _check_offload(run: Run) -> None:
+    offload, train = run.offload, run.train
+    if offload.optimizer != "none" and train.optimizer not in ELEMENTWISE:
+        problem = f"{train.optimizer} looks at whole matrices; states leave the device in pieces"
+        raise UserError(
+            "offload.optimizer", offload.optimizer, problem, f"use optimizer: {', '.join(ELEMENTWISE)}, or offload none"
+        )
+    if offload.parameters != "none" and run.parallel.zero != 3:
+        problem = f"stage {run.parallel.zero} holds all parameters on the device"
+        raise UserError("offload.parameters", offload.parameters, problem, "set parallel.zero: 3")
+    if offload.parameters != "none" and offload.optimizer == "none":
+        problem = "the optimizer's states would be larger than what leaves the device"
+        raise UserError("offload.parameters", offload.parameters, problem, "set offload.optimizer: cpu or disk too")
+    if offload.parameters != "none" and run.precision == "fp16":
+        problem = "gradients off the device cannot be checked for fp16's overflow"
+        raise UserError("offload.parameters", offload.parameters, problem, "use precision: bf16 or fp32")
+    if offload.disk is not None and "disk" not in (offload.optimizer, offload.parameters):
+        problem = "nothing is offloaded to disk"
+        raise UserError("offload.disk", offload.disk, problem, "set offload.optimizer: disk, or leave it out")
+    if offload.ratio != 1.0 and offload.optimizer == "none":
+        problem = "no optimizer state leaves the device"
+        raise UserError("offload.ratio", offload.ratio, problem, "set offload.optimizer: cpu, or leave it out")
+
+
+def _check_in_backward(run: Run) -> None:
+    train = run.train
+    if not train.in_backward:
+        return
+    if train.clip is not None:
+        problem = "clipping needs the norm of all gradients, which are gone one by one"
+        raise UserError("train.in_backward", True, problem, "set train.clip: null")
+    if run.precision == "fp16":
+        problem = "fp16's loss scale must see all gradients before the first is used"
+        raise UserError("train.in_backward", True, problem, "use precision: bf16 or fp32")
+    if train.optimizer not in (*ELEMENTWISE, "adam-mini"):
+        problem = f"{train.optimizer} works over all ranks at once"
+        raise UserError("train.in_backward", True, problem, f"use optimizer: {', '.join(ELEMENTWISE)}")
+
+
+def _check_activations(run: Run) -> None:
+    if run.offload.activations != "none" and run.recompute != "full":
+        problem = f"moves what recomputation keeps, but recompute is {run.recompute}"
+        raise UserError("offload.activations", run.offload.activations, problem, "add recompute: full")
+
+
+def _check_optimizer(run: Run) -> None:
+    train, default = run.train, type(run.train)()
+    coded = ("adamw", "lion", "sgd")
+    if train.optimizer_state != "fp32" and train.optimizer not in coded:
+        problem = f"{train.optimizer} has its own way to store its states"
+        raise UserError(
+            "train.optimizer_state", train.optimizer_state, problem, f"leave it out, or use one of {', '.join(coded)}"
+        )
+    if train.optimizer_state != "fp32" and train.optimizer == "sgd" and train.betas[0] == 0:
+        problem = "sgd without momentum (betas[0] = 0) has no state"
+        raise UserError("train.optimizer_state", train.optimizer_state, problem, "leave it out")
+    if train.optimizer == "adafactor" and train.betas != default.betas:
+        problem = "adafactor has no first moment, and a decay of its own for the second"
+        raise UserError("train.betas", list(train.betas), problem, "leave it out, or use another optimizer")
+
+
+def check_plusplus(parallel: Parallel, ranks: int) -> None:
+    """ZeRO++ where there is nothing to gather, to reduce in shards, or to keep a second copy of."""
+    zero, secondary = parallel.zero, parallel.secondary_shard
+    remedy = "set parallel.zero to 1, 2 or 3, or leave it out"
+    if parallel.quantize_weights and zero == 0:
+        raise UserError("parallel.quantize_weights", True, "stage 0 gathers no weights", remedy)
+    if parallel.quantize_gradients and zero == 0:
+        problem = "stage 0 all-reduces its gradients; int4 is for those that are reduced into shards"
+        raise UserError("parallel.quantize_gradients", True, problem, remedy)
+    if secondary is None:
+        return
+    if zero != 3:
+        problem = f"stage {zero} gathers its parameters once a step anyway"
+        raise UserError("parallel.secondary_shard", secondary, problem, "set parallel.zero: 3, or leave it out")
+    group = shard_size(zero, parallel.shard, ranks)
+    divisors = [d for d in range(1, group + 1) if group % d == 0]
+    if secondary not in divisors:
+        whole = f"group of {group} ranks that the parameters are divided over"
+        problem = f"is larger than the {whole}" if secondary > group else f"does not divide the {whole}"
+        raise UserError("parallel.secondary_shard", secondary, problem, f"use one of {divisors}")
 
 
 def _resolve_micro_batch(result: Resolution, ranks: int) -> None:

@@ -18,6 +18,7 @@ from shardwise.config.units import (
     Positive,
     Share,
     Size,
+    SomeSize,
     Span,
     Whole,
     is_quantity,
@@ -131,6 +132,7 @@ class Data(Section):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(parse_number)]
+Some = Annotated[int, Field(ge=0), BeforeValidator(parse_number)]
 
 
 class Warmup(Section):
@@ -172,13 +174,9 @@ class OneCycle(Section):
     type: Literal["OneCycle"] = Field(description="which of DeepSpeed's schedules")
     cycle_min_lr: Number = Field(gt=0, description="rate at both ends of the cycle, e.g. 1e-5")
     cycle_first_step_size: Count = Field(default=2000, description="steps of the way up")
-    cycle_second_step_size: Whole | None = Field(
-        default=None, ge=0, description="steps of the way down; default: as many"
-    )
+    cycle_second_step_size: Some | None = Field(default=None, description="steps of the way down; default: as many")
     cycle_first_stair_count: Whole = Field(default=0, ge=0, description="stairs of the way up; 0 = a smooth line")
-    cycle_second_stair_count: Whole | None = Field(
-        default=None, ge=0, description="stairs of the way down; default: as many"
-    )
+    cycle_second_stair_count: Some | None = Field(default=None, description="stairs of the way down; default: as many")
     decay_step_size: Whole = Field(default=0, ge=0, description="steps per unit of decay after the cycle; 0 = none")
     decay_lr_rate: Number = Field(default=0.0, ge=0, description="decay of the rate after the cycle")
     cycle_momentum: bool = Field(default=True, description="cycle the first of the betas contrary to the rate")
@@ -225,7 +223,9 @@ class Train(Section):
         default="auto", description="sequences per rank and forward pass: a number, or auto"
     )
     optimizer: Literal["adamw", "adamw8bit", "adamw4bit", "adam-mini", "adafactor", "lion", "muon", "sgd"] = Field(
-        default="adamw", description="adamw = Adam with decoupled weight decay; the others hold less state or none"
+        default="adamw",
+        description="adamw holds 8 bytes per parameter, adamw8bit 2.1, adamw4bit 1.1, adam-mini and muon about 4, "
+        "lion and sgd 4, adafactor next to none; all but lion (a third to a tenth) and sgd (more) take adamw's rates",
     )
     optimizer_state: Literal["fp32", "bf16"] = Field(
         default="fp32", description="type of adamw's, lion's and sgd's states; bf16 rounds stochastically"
@@ -234,7 +234,9 @@ class Train(Section):
         default=False, description="update each parameter during backward and free its gradient; needs clip: null"
     )
     learning_rate: Number = Field(default=2e-5, gt=0, description="peak rate, e.g. 2e-5")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Adam's two decay rates, e.g. [0.9, 0.95]")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95), description="Adam's two decay rates, e.g. [0.9, 0.95]; lion's; sgd's momentum is the first"
+    )
     eps: Number = Field(default=1e-8, gt=0, description="Adam's guard against division by zero, e.g. 1e-8")
     weight_decay: Number = Field(default=0.01, ge=0, description="not applied to norms and biases")
     decay_norms: bool = Field(default=False, description="apply weight_decay to norms and biases too")
@@ -269,6 +271,9 @@ class Parallel(Section):
     zero: Whole = Field(
         default=2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters"
     )
+    deepspeed: str | None = Field(
+        default=None, description="path of a DeepSpeed config (JSON), read with the run; see docs/deepspeed.md"
+    )
     shard: Count | None = Field(
         default=None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
     )
@@ -277,11 +282,10 @@ class Parallel(Section):
     )
     quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
     quantize_gradients: bool = Field(default=False, description="qgZ: reduce the gradients as int4")
-    deepspeed: str | None = Field(
-        default=None, min_length=1, description="a DeepSpeed config (JSON), read with the run; see docs/deepspeed.md"
-    )
-    bucket: Size | None = Field(
-        default=None, ge=1, description="largest gather or reduce buffer, e.g. 200MB; default: one block at a time"
+    bucket: SomeSize | None = Field(
+        default=None,
+        description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB: blocks are divided "
+        "or joined to suit; default: one block at a time",
     )
 
 
@@ -312,7 +316,7 @@ class Offload(Section):
         default="none", description="where the shards of the parameters live; stage 3 only"
     )
     activations: Literal["none", "cpu"] = Field(
-        default="none", description="where the inputs of recomputed blocks wait for backward"
+        default="none", description="where the inputs of recomputed blocks wait for backward; needs recompute: full"
     )
     ratio: Literal["auto"] | Share = Field(
         default=1.0, description="share of the optimizer's states that leaves the device; auto = what does not fit"
@@ -346,9 +350,7 @@ class Log(Section):
         default=False, description="time in forward, backward, gather, reduce, offload and step; waits for the device"
     )
     comms: bool = Field(default=False, description="bytes, time and bandwidth of each collective")
-    csv: str | None = Field(
-        default=None, min_length=1, description="folder for one CSV file per figure, beside metrics.jsonl"
-    )
+    csv: str | None = Field(default=None, description="folder for one CSV file per figure, beside metrics.jsonl")
 
 
 class Run(Section):

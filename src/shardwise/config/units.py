@@ -160,6 +160,7 @@ Positive = Annotated[float, Field(gt=0), BeforeValidator(parse_number)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(parse_number)]
 Share = Annotated[float, BeforeValidator(parse_share), _schema("share", "2%")]
 Size = Annotated[int, BeforeValidator(parse_size), _schema("size", "4GiB")]
+SomeSize = Annotated[int, Field(ge=1), BeforeValidator(parse_size), _schema("size", "200MB")]
 Duration = Annotated[float, BeforeValidator(parse_duration), _schema("duration", "200ms or 10min")]
 Interval = Annotated[
     Any,

@@ -7,12 +7,13 @@ units of sharding and of recomputation.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
 from shardwise.models.weights import fill_local
@@ -69,7 +70,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_random(model: nn.Module, source: ModelSource, seed: int) -> None:
+def fill_random(model: nn.Module, source: ModelSource, seed: int, masters: Mapping[str, Rows] | None = None) -> None:
     """Fills a fresh, sharded model as its authors initialise it, holding one unit at a time besides the shards.
 
     A second, unsharded model on `meta` serves as the mould. The random stream of a unit depends on the seed and the
@@ -95,7 +96,8 @@ def fill_random(model: nn.Module, source: ModelSource, seed: int) -> None:
             else:
                 owner._init_weights(unit)
         for key, target in wanted.items():
-            fill_local(target, unit.get_parameter(key).detach())
+            whole_name = f"{name}.{key}" if name else key
+            fill_local(target, unit.get_parameter(key).detach(), (masters or {}).get(whole_name))
 
 
 def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:

@@ -6,6 +6,7 @@ With stage 3 no rank ever holds the whole model; what it holds besides its shard
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
 
 PIECE = 64 << 20
@@ -95,8 +97,11 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fills every parameter and persistent buffer of a materialised model from the files of a folder."""
+def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | None = None) -> None:
+    """Fills every parameter and persistent buffer of a materialised model from the files of a folder.
+
+    Parameters named in `masters` are written through them.
+    """
     from safetensors import safe_open
 
     stored = tensor_files(folder)
@@ -108,10 +113,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         with safe_open(stored[key], framework="pt") as handle:
             part = handle.get_slice(key)
             _check_shape(part, tensors[name], name, stored[key])
-            fill_local(tensors[name], part)
+            fill_local(tensors[name], part, (masters or {}).get(name))
 
 
-def fill_local(target: torch.Tensor, whole: Any) -> None:
+def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None) -> None:
     """Copies this rank's part of a tensor from anything that can be sliced like the whole, in bounded pieces."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if isinstance(target, DTensor):
@@ -127,4 +132,8 @@ def fill_local(target: torch.Tensor, whole: Any) -> None:
     rows = max(1, PIECE // max(1, local[0].numel() * local.element_size()))
     for start in range(0, local.shape[0], rows):
         stop = min(start + rows, local.shape[0])
-        local[start:stop].copy_(whole[(slice(offset[0] + start, offset[0] + stop), *rest)])
+        part = whole[(slice(offset[0] + start, offset[0] + stop), *rest)]
+        if master is not None:
+            master.write(start, part)
+        else:
+            local[start:stop].copy_(part)

@@ -6,6 +6,7 @@ split over both, so a rank's place in the data-parallel order is its place in th
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,3 +65,31 @@ def join_world(device_type: str, backend: str, timeout: float, shard: int) -> Wo
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     checkpoint = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout, 1800)))
     return World(rank, size, local_rank, device, mesh, control, checkpoint)
+
+
+@dataclass(frozen=True)
+class Hops:
+    """A shard group cut into nodes: the ranks `within` this one's node, and those `across` nodes with its place."""
+
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+def split_shards(mesh: DeviceMesh, size: int, timeout: float) -> Hops:
+    """Cuts each shard group into nodes of `size` consecutive ranks; every rank of the run must call it."""
+    nodes = mesh.mesh.view(mesh.size(0), -1, size)
+    lists = {"within": nodes.flatten(0, 1).tolist(), "across": nodes.transpose(1, 2).flatten(0, 1).tolist()}
+    mine: dict[str, dist.ProcessGroup] = {}
+    for name, members in lists.items():
+        for ranks in members:
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+            if dist.get_rank() in ranks:
+                mine[name] = group
+    return Hops(**mine)
+
+
+def ranks_per_node(shard: int, control: dist.ProcessGroup) -> int:
+    """The largest number of consecutive ranks of a shard group that are on one host, on every host."""
+    sizes: list[int] = [1] * dist.get_world_size(control)
+    dist.all_gather_object(sizes, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group=control)
+    return math.gcd(shard, *sizes)  # hosts may differ; their common divisor never straddles two

@@ -11,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
 from shardwise.zero.account import predicted_bytes
+from shardwise.zero.plusplus import describe_collectives
+from shardwise.zero.units import choose_units, describe_units
 
 if TYPE_CHECKING:
     from shardwise.config.deepspeed import Entry
@@ -68,11 +71,16 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     table.add_row("steps", f"{run.train.steps} × {sequences}; {passes:.2g} epochs of {epoch:,} sequences")
     table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
     groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
+    groups += describe_collectives(run.parallel, shard, job.parameters, run.precision)
     table.add_row(
         "ranks",
         f"{ranks} on {run.device} ({run.backend}), {run.precision}, "
         f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero] if ranks > 1 else 'alone, nothing to divide'}{groups}",
     )
+    if run.parallel.bucket is not None:
+        model = build_on_meta(job.source)
+        units = choose_units(model, find_blocks(model), run.parallel.bucket, shard)
+        table.add_row("buckets", describe_units(units, run.parallel.bucket))
     working = f"working weights {human(held['parameters'])}" if held["parameters"] else "working weights block by block"
     table.add_row(
         "per rank",

@@ -42,6 +42,12 @@ class Job:
         pad = self.tokenizer.pad_token_id
         return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
+    @property
+    def offload_folder(self) -> Path:
+        """Where states that are offloaded to disk have their working files."""
+        folder = self.run.offload.disk
+        return Path(folder).expanduser().absolute() if folder else self.output / "offload"
+
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data
@@ -59,6 +65,8 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) 
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
     from shardwise.models.build import build_on_meta
     from shardwise.models.weights import check_shapes, match_names, tensor_files
+    from shardwise.zero.disk import check_disk
+    from shardwise.zero.policy import disk_bytes
 
     result = resolve_machine(loaded.run)
     check_output(result.run)
@@ -79,6 +87,8 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) 
     job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
     resolve_steps(result, job.loader().epoch_sequences())
     job = replace(job, run=result.run, reasons=result.reasons)
+    if size := disk_bytes(job.run, parameters):
+        check_disk(job.offload_folder, size)
     _check_resume(job)
     return job
 

@@ -16,7 +16,9 @@ from shardwise.checkpoint.hf import export_checkpoint
 from shardwise.checkpoint.store import step_folder
 from shardwise.data.loader import IGNORE, StepBatch
 from shardwise.errors import RunFailed
+from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.curve import write_curve_html
+from shardwise.observe.memory import MemoryWatch
 from shardwise.observe.metrics import MetricsFile, read_metrics
 from shardwise.observe.progress import Progress
 from shardwise.observe.tables import Tables
@@ -25,6 +27,8 @@ from shardwise.train.control import Control
 from shardwise.train.meter import not_finite
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
+
+BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,15 @@ def fit(parts: Parts) -> Outcome:
             control.begin()
             parts.status.set("computing", step + 1)
             seed_step(run.train.seed, step, world.rank)
-            batch = parts.loader.step(
-                position.sequences, run.train.batch_size, int(run.train.micro_batch_size), world.rank, world.size
-            )
+            with parts.timer.region("data"):
+                batch = parts.loader.step(
+                    position.sequences, run.train.batch_size, int(run.train.micro_batch_size), world.rank, world.size
+                )
             rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
-            parts.scaler.unscale_(parts.optimizer)
-            norm = parts.sharded.clip(run.train.clip)
-            parts.scaler.step(parts.optimizer)
-            parts.scaler.update()
-            parts.optimizer.zero_grad()
+            with parts.timer.region("step"):
+                norm = parts.update()
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
             position.tokens += batch.tokens
@@ -80,7 +82,7 @@ def fit(parts: Parts) -> Outcome:
             saving = last or stop or save_due or _due(save_every, step + 1)
             # Read before anything is saved: the checkpoint of a run that has come to nothing would be of no use.
             if evaluating or saving or position.step % run.log.every == 0:
-                records = parts.meter.flush()
+                records = parts.timer.annotate(parts.meter.flush())
                 report.trained(records)
                 if trouble := not_finite(records, parts.scaler.is_enabled()) or parts.scaler.trouble():
                     parts.store.wait()  # a checkpoint under way is of a step before
@@ -118,8 +120,10 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
     summed = torch.zeros((), device=parts.world.device)
     for index, micro in enumerate(batch.micro_batches):
         parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
-        loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
-        parts.scaler.scale(loss * scale).backward()
+        with parts.timer.region("forward"):
+            loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
+        with parts.timer.region("backward"):
+            parts.scaler.scale(loss * scale).backward()
         summed += loss.detach()
     return summed
 
@@ -192,6 +196,10 @@ class Report:
             self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
             self._file.truncate_after(parts.position.step)
             self._progress = Progress(total, parts.position.step, run.log.refresh)
+            self._timer, self._told_at = parts.timer, -math.inf
+            device = parts.world.device
+            cuda = device.type == "cuda"
+            self._memory = MemoryWatch(torch.cuda.get_device_properties(device).total_memory if cuda else 0)
 
     def __enter__(self) -> Report:
         if self._active:
@@ -200,6 +208,8 @@ class Report:
 
     def __exit__(self, *error: Any) -> None:
         if self._active:
+            for line in self._timer.summary():
+                self._progress.note(line)
             self._progress.__exit__(*error)
             self._file.close()
 
@@ -214,6 +224,11 @@ class Report:
                 )
             self._file.append(record)
             self._progress.update(record)
+            if trouble := self._memory.warning(record):
+                self._progress.note(trouble)
+            if "breakdown" in record and time.monotonic() - self._told_at >= BREAKDOWN_INTERVAL:
+                self._told_at = time.monotonic()
+                self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
 
     def evaluated(self, step: int, loss: float) -> None:
         """A new evaluation."""

@@ -16,6 +16,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from shardwise.observe.memory import device_memory
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -78,6 +80,7 @@ class Meter:
         speed = sum(p.tokens for p in self._pending) / max(now - self._last, 1e-9)
         self._last = now
         per_step = (now - self._started - self._away) / (self._pending[-1].step - (self._first_step or 0) + 1)
+        memory = device_memory(self._device, self._group)
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         records = []
         for entry, loss, norm in zip(self._pending, losses.tolist(), norms.tolist(), strict=True):
@@ -97,6 +100,7 @@ class Meter:
                     "elapsed_seconds": round(self.seconds, 3),
                     "eta_seconds": round(per_step * (self._total - entry.step - 1), 1),
                 }
+                | memory
             )
         self._pending = []
         return records

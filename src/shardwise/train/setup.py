@@ -1,20 +1,26 @@
-"""From job to the loop's parts, in one visible order: build → recompute → shard → fill → check → optimizer → resume."""
+"""From job to the loop's parts, in one visible order.
+
+build → recompute → activations → compile → shard → optimizer → fill → check → resume
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
+from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
 from shardwise.data.loader import Loader
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
+from shardwise.observe.breakdown import OFF, Timer, timer_for
+from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
-from shardwise.optim.adamw import build_optimizer
+from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World
 from shardwise.train.describe import changed_settings
@@ -24,7 +30,16 @@ from shardwise.train.objective import CausalObjective, Objective
 from shardwise.train.selfcheck import check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
+from shardwise.zero.activations import place_inputs
+from shardwise.zero.disk import DiskFolder
+from shardwise.zero.entries import masters
+from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.plusplus import install_collectives
+from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
+from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.units import explain_divided
+from shardwise.zero.update import Update
 
 
 @dataclass
@@ -37,42 +52,75 @@ class Parts:
     objective: Objective
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
+    update: Update
     loader: Loader
     eval_loader: Loader | None
     store: CheckpointStore
     position: Position
     meter: Meter
     status: Status
+    timer: Timer = OFF
 
 
-def build_model(job: Job, world: World) -> ShardedModel:
-    """The model, sharded and filled; at stage 3 no rank ever holds it whole."""
+def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
+    """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
+    if splits_masters(run):
+        store_in_bf16(model)
     blocks = find_blocks(model)
     if run.recompute == "full":
         for _, block in blocks:
             recompute(block)
-    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision)
-    materialise(model, world.device)
-    if source.weights is not None:
-        load_weights(model, source.weights)
+    if run.offload.activations == "cpu":
+        place_inputs(blocks, host=True, timer=timer)
+    if run.compile:
+        for _, block in blocks:
+            block.forward = torch.compile(block.forward)  # inside of the hooks of sharding and recomputation
+    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
+    if run.offload.parameters == "none":
+        materialise(model, world.device)
     else:
-        fill_random(model, source, run.train.seed)
+        stub_out(model, world.device)
     model.train()
-    return ShardedModel(model, run.parallel.zero, world.mesh)
+    sharded = ShardedModel(model, run.parallel.zero, world.mesh)
+    install_collectives(sharded, run.parallel, world, run.timeout)
+    return sharded
+
+
+def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
+    """The model's first values, from its files or fresh; those of split parameters go through their masters."""
+    if job.source.weights is not None:
+        load_weights(sharded.model, job.source.weights, through)
+    else:
+        fill_random(sharded.model, job.source, job.run.train.seed, through)
+
+
+def build_optimizer(
+    job: Job, world: World, sharded: ShardedModel, say: Callable[[str], None] = lambda _: None
+) -> torch.optim.Optimizer:
+    """The optimizer over the sharded parameters, its states where the run wants them."""
+    run = job.run
+    if run.offload.optimizer == "none":
+        return build.build_optimizer(sharded.parameters, run.train, sharded.model)
+    uses_disk = "disk" in (run.offload.optimizer, run.offload.parameters)
+    disk = DiskFolder(job.offload_folder, world.rank) if uses_disk else None
+    return offload_optimizer(run, sharded, world.device, disk, say)
 
 
 def build_parts(job: Job, world: World, status: Status, say: Callable[[str], None] = lambda _: None) -> Parts:
     """Builds, checks and, where there is a checkpoint, resumes."""
     run = job.run
     status.set("loading the model")
-    sharded = build_model(job, world)
+    timer = timer_for(world.device, run.log.breakdown, run.log.comms)
+    sharded = build_model(job, world, timer)
+    optimizer = build_optimizer(job, world, sharded, say)
+    fill_model(job, sharded, masters(optimizer) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
-    check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
-    optimizer = build_optimizer(sharded.parameters, run.train)
+    with explain_divided(run.parallel.bucket):
+        check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -91,10 +139,13 @@ def build_parts(job: Job, world: World, status: Status, say: Callable[[str], Non
                 say(f"changed since then: {change}")
         else:
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
+    accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
+    update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     meter = _meter(job, world, model, position)
+    watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
-        job, world, sharded, CausalObjective(model), optimizer, scaler, job.loader(), job.eval_loader(), store,
-        position, meter, status,
+        job, world, sharded, CausalObjective(model), optimizer, scaler, update, job.loader(), job.eval_loader(), store,
+        position, meter, status, timer,
     )  # fmt: skip
 
 

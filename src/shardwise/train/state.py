@@ -16,6 +16,8 @@ import torch
 
 from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
 from shardwise.models.build import class_name
+from shardwise.zero.entries import entries
+from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.stages import ShardedModel
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     result: dict[str, Any] = {f"model.{n}": p for n, p in sharded.model.named_parameters()}
     persistent = set(sharded.model.state_dict().keys())
     result |= {f"model.{n}": b for n, b in sharded.model.named_buffers() if n in persistent}
+    if isinstance(optimizer, OffloadedOptimizer):
+        return result | entries(optimizer)
     for name, parameter in sharded.parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             result[f"optimizer.{name}.{key}"] = value
@@ -74,6 +78,8 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Allocates the optimizer's states, for a checkpoint to be read into them: one step with rate and gradients 0."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        return  # they are there from the start
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

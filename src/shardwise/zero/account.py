@@ -66,37 +66,47 @@ def _storage(tensors: list[Any]) -> int:
 
 
 class WireCount(TorchDispatchMode):
-    """Counts what each collective moves per rank: all-gather its output, reduce-scatter its input, all-reduce twice."""
+    """Counts what each collective moves per rank: all-gather its output, reduce-scatter its input, all-reduce twice.
 
-    def __init__(self) -> None:
+    `across` is the part of the bytes that belongs to ranks on other nodes, of `node` consecutive ranks each.
+    """
+
+    def __init__(self, node: int = 1) -> None:
         super().__init__()
+        self._node = node
         self.elements: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.across: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name.startswith("c10d::") and _group_size(args) > 1:  # a group of one moves nothing
-            self._count(name.removeprefix("c10d::"), args)
+        if name.startswith("c10d::") and len(ranks := _group_ranks(args)) > 1:  # a group of one moves nothing
+            here = dist.get_rank() // self._node
+            self._count(name.removeprefix("c10d::"), args, sum(r // self._node != here for r in ranks) / len(ranks))
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, args: Any) -> None:
+    def _count(self, name: str, args: Any, outside: float) -> None:
         if name.startswith("_allgather_base"):
-            self._add("all_gather", [args[0]], 1)
+            self._add("all_gather", [args[0]], 1, outside)
         elif name.startswith("_reduce_scatter_base"):
-            self._add("reduce_scatter", [args[1]], 1)
+            self._add("reduce_scatter", [args[1]], 1, outside)
+        elif name.startswith("alltoall_base"):
+            self._add("all_to_all", [args[1]], 1, outside)
         elif name.startswith("allreduce"):
-            self._add("all_reduce", args[0] if isinstance(args[0], (list, tuple)) else [args[0]], 2)
+            self._add("all_reduce", args[0] if isinstance(args[0], (list, tuple)) else [args[0]], 2, outside)
         else:
-            self._add(name, [a for a in args if isinstance(a, torch.Tensor)], 1)
+            self._add(name, [a for a in args if isinstance(a, torch.Tensor)], 1, outside)
 
-    def _add(self, name: str, tensors: Any, times: int) -> None:
+    def _add(self, name: str, tensors: Any, times: int, outside: float) -> None:
         for tensor in tensors:
+            size = times * tensor.numel() * tensor.element_size()
             self.elements[name] += times * tensor.numel()
-            self.bytes[name] += times * tensor.numel() * tensor.element_size()
+            self.bytes[name] += size
+            self.across[name] += round(size * outside)
 
 
-def _group_size(args: Any) -> int:
+def _group_ranks(args: Any) -> list[int]:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):  # type: ignore[attr-defined]
-            return int(dist.ProcessGroup.unbox(arg).size())
-    return 2
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg))
+    return list(range(dist.get_world_size()))

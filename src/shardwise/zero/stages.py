@@ -13,11 +13,13 @@ What bites, and what is done about it:
   * After a forward without backward (evaluation) at stage 1 or 2 the parameters stay gathered and
     `model.parameters()` yields tensors that the optimizer does not own. We keep our own list, taken at sharding time,
     and `evaluation()` reshards on the way out.
+  * A collective that keeps a copy of the parameters within a step (hpZ) would train on old ones in silence. Whoever
+    writes to the parameters calls `updated()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.zero.units import choose_units
+
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, without a detour through autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class ShardedModel:
@@ -36,7 +45,13 @@ class ShardedModel:
     def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
         self.model, self.stage, self.mesh = model, stage, mesh
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.last = True  # whether the optimizer steps after the micro-batch under way
+        self.on_update: list[Callable[[], None]] = []
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
 
     @property
     def data_parallel_size(self) -> int:
@@ -44,7 +59,7 @@ class ShardedModel:
 
     def prepare_micro_batch(self, last: bool) -> None:
         """Before the forward of each micro-batch; `last` is the one before the optimizer step."""
-        root = self._root
+        root, self.last = self._root, last
         if self.stage <= 1:
             root.set_requires_gradient_sync(last)
         else:
@@ -56,6 +71,7 @@ class ShardedModel:
     def evaluation(self) -> Iterator[None]:
         """Around forwards without backward: evaluation mode, no gradients, and shards put back at the end."""
         self.model.eval()
+        self.updated()  # once an evaluation: cheap, and it never measures anything but the present parameters
         try:
             with torch.no_grad():
                 yield
@@ -65,17 +81,31 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Frees every gathered parameter, so that the module holds the optimizer's own tensors again."""
-        for unit in self._units:
+        for unit in self.units:
             unit.reshard()
+        self.updated()
+
+    def updated(self) -> None:
+        """After anything wrote to the parameters (the optimizer's step, a checkpoint): forgets copies of them."""
+        for forget in self.on_update:
+            forget()
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """The global gradient norm, on the device; gradients are scaled down to max_norm if they exceed it."""
         parameters = list(self.parameters.values())
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self.norm([p.grad for p in parameters if p.grad is not None])
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of sharded gradients taken together, the same on every rank."""
+        if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
+            norms = [torch._foreach_norm([local(g).float()])[0] for g in gradients]
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+            return total
+        norm = nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @property
     def _root(self) -> FSDPModule:
@@ -89,12 +119,13 @@ def shard_model(
     mesh: DeviceMesh,
     stage: int,
     precision: str,
+    bucket: int | None = None,
 ) -> None:
-    """Divides each block, then the rest, over the mesh; works on `meta`, where it takes no memory."""
+    """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory."""
     compute = COMPUTE[precision]
     policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
     options: dict[str, Any] = {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
-    for unit in [*(block for _, block in blocks), model]:
-        fully_shard(unit, **options)
+    for unit in choose_units(model, blocks, bucket, mesh.size(1)):
+        fully_shard(list(unit.modules) if len(unit.modules) > 1 else unit.modules[0], **options)

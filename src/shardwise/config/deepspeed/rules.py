@@ -329,14 +329,16 @@ def cpu_offload(what: str) -> Rule:
 
 def nvme_path(plan: Plan, key: str, value: Any) -> str:
     """One folder serves both; it matters where something goes to disk."""
-    device = plan.get(f"{key.rpartition('.')[0]}.device", "none")
-    if device != "nvme" or value in (None, "auto"):
-        return NoEffect("nothing of this goes to nvme" if device != "nvme" else "a folder of the run's own is used")
+    what = "optimizer" if "offload_optimizer" in key else "parameters"
+    if plan.now(f"offload.{what}") != "disk":
+        return NoEffect("nothing of this goes to nvme")
+    if value in (None, "auto"):
+        return NoEffect("a folder of the run's own is used")
     return plan.put(key, "offload.disk", str(value))
 
 
 def offload_ratio(plan: Plan, key: str, value: Any) -> str:
-    if plan.get("zero_optimization.offload_optimizer.device", "none") == "none":
+    if plan.now("offload.optimizer") == "none":
         return NoEffect("nothing is offloaded")
     if value == "auto":
         return plan.auto("offload.ratio")

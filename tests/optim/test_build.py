@@ -9,7 +9,7 @@ import torch
 from support.tiny import GPT2, LLAMA
 
 from shardwise.config.schema import Train
-from shardwise.optim.adamw import build_optimizer, decay_groups
+from shardwise.optim.build import build_optimizer, decay_groups
 
 
 def tiny(config: dict[str, Any]) -> Any:
@@ -27,7 +27,7 @@ def test_norms_and_biases_do_not_decay(config: dict[str, Any]) -> None:
         torch.nn.init.normal_(parameter)  # fresh biases are zeros, which cannot be seen to shrink
         parameter.grad = torch.zeros_like(parameter)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    build_optimizer(dict(model.named_parameters()), Train(learning_rate=0.1, weight_decay=0.5)).step()
+    build_optimizer(dict(model.named_parameters()), Train(learning_rate=0.1, weight_decay=0.5), model).step()
     plain = {name for name in before if "norm" in name or ".ln_" in name or name.endswith(".bias")}
     assert plain and {name for name, p in model.named_parameters() if torch.equal(p, before[name])} == plain
     for name, parameter in model.named_parameters():
@@ -52,8 +52,9 @@ def test_a_group_without_members_is_left_out() -> None:
 
 
 def test_the_run_s_settings_arrive() -> None:
-    parameters = dict(tiny(LLAMA).named_parameters())
-    optimizer = build_optimizer(parameters, Train(learning_rate=0.125, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.25))
+    model = tiny(LLAMA)
+    train = Train(learning_rate=0.125, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.25)
+    optimizer = build_optimizer(dict(model.named_parameters()), train, model)
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.125, (0.5, 0.75), 1e-3)
     assert optimizer.param_groups[0]["weight_decay"] == 0.25

@@ -1,0 +1,1 @@
+"""Kernels: each has a plain reference, a Triton version, and one function that picks between them."""

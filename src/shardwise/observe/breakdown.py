@@ -1,0 +1,247 @@
+"""Where a step's time goes, and what each kind of collective moves: measured without waiting for the device.
+
+On a GPU a region is a pair of events, read when it is time to report; on a CPU it is the host's clock. The parts of the
+step (data, forward, backward, step) follow one another, and what is between them is "other". What runs inside or beside
+them (gather, reduce, offload) is told besides and not added: on a GPU it overlaps with computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.observe.metrics import Record
+
+PARTS = ("data", "forward", "backward", "step")
+BESIDE = ("gather", "reduce", "offload")
+# What crosses each link, as a share of the message that the caller sees, in the ring that moves least (n ranks).
+BUS: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+}
+
+
+@dataclass
+class Calls:
+    """All calls of one kind of collective: how many, the bytes of their messages, and the seconds they took."""
+
+    ranks: int
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def record(self, kind: str) -> dict[str, float]:
+        """With its bandwidths in GB/s: message over time, and what each link saw of it over time."""
+        algorithm = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+        bus = algorithm * BUS[kind](self.ranks) if kind in BUS else algorithm
+        return {
+            "ranks": self.ranks, "calls": self.calls, "bytes": self.bytes, "seconds": round(self.seconds, 6),
+            "algorithm_gb_per_second": round(algorithm, 4), "bus_gb_per_second": round(bus, 4),
+        }  # fmt: skip
+
+
+@dataclass
+class Window:
+    """What was measured over some steps, on this rank."""
+
+    steps: int = 0
+    whole: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    calls: dict[tuple[str, int], Calls] = field(default_factory=dict)
+
+    def add(self, other: Window) -> None:
+        """Takes another window's figures in."""
+        self.steps, self.whole = self.steps + other.steps, self.whole + other.whole
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        for key, calls in other.calls.items():
+            mine = self.calls.setdefault(key, Calls(calls.ranks))
+            mine.calls, mine.bytes = mine.calls + calls.calls, mine.bytes + calls.bytes
+            mine.seconds += calls.seconds
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds per step: the whole, its parts and the rest, then what runs beside them."""
+        steps = max(1, self.steps)
+        parts = {name: self.seconds.get(name, 0.0) / steps for name in PARTS}
+        whole = self.whole / steps
+        beside = {name: self.seconds[name] / steps for name in BESIDE if name in self.seconds}
+        figures = {"whole": whole} | parts | {"other": max(0.0, whole - sum(parts.values()))} | beside
+        return {name: round(seconds, 6) for name, seconds in figures.items()}
+
+    def comms(self) -> dict[str, Any]:
+        """Each kind of collective over this window; where a kind ran in groups of several sizes, each on its own."""
+        kinds = [kind for kind, _ in self.calls]
+        named = {k if kinds.count(k) == 1 else f"{k}/{n}": c.record(k) for (k, n), c in sorted(self.calls.items())}
+        return {"steps": self.steps} | named
+
+
+class Timer:
+    """Measures regions; `annotate` adds to training records what they came to."""
+
+    on = True
+
+    def __init__(self, device: torch.device, breakdown: bool = True, comms: bool = True) -> None:
+        self._cuda, self._breakdown, self._comms = device.type == "cuda", breakdown, comms
+        self._began: float | None = None
+        self._pending: deque[_Span] = deque()
+        self._window = Window()
+        self.total = Window()
+
+    def region(self, name: str) -> AbstractContextManager[Any]:
+        """Around what is to be counted as `name`; may be opened any number of times a step."""
+        return _Span(self, name, None)
+
+    def collective(self, kind: str, size: int, ranks: int, part: str) -> AbstractContextManager[Any]:
+        """Around one collective on the current stream: `size` is its message in bytes, `part` where its time counts."""
+        if ranks == 1:
+            return _NOTHING
+        return _Span(self, part, (kind, size, ranks))
+
+    def flush(self, steps: int) -> Window:
+        """What was measured since the last flush, over so many steps; waits for the device."""
+        while self._pending:
+            self._pending.popleft().settle(wait=True)
+        window, self._window = self._window, Window()
+        window.steps, window.whole = steps, time.perf_counter() - self._began if self._began is not None else 0.0
+        self._began = None
+        self.total.add(window)
+        return window
+
+    def annotate(self, records: list[Record]) -> list[Record]:
+        """Puts the figures of the steps that these records tell of into the last of them."""
+        if records:
+            window = self.flush(len(records))
+            records[-1] |= {"breakdown": window.breakdown()} if self._breakdown else {}
+            records[-1] |= {"comms": window.comms()} if self._comms else {}
+        return records
+
+    def summary(self) -> list[str]:
+        """The whole run in a few lines, for the terminal."""
+        lines = breakdown_table(self.total) if self._breakdown else []
+        return lines + (comms_table(self.total) if self._comms else [])
+
+    def _start(self) -> None:
+        if self._began is None:
+            self._began = time.perf_counter()
+        # Spans that are done are taken in at no cost: the queue must not grow with the steps between two reports.
+        while self._pending and self._pending[0].settle(wait=False):
+            self._pending.popleft()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a step has begun since the last flush: what evaluation and checks gather is no part of training."""
+        return self._began is not None
+
+    def _settled(self, name: str, call: tuple[str, int, int] | None, seconds: float) -> None:
+        window = self._window
+        window.seconds[name] = window.seconds.get(name, 0.0) + seconds
+        if call is not None:
+            kind, size, ranks = call
+            calls = window.calls.setdefault((kind, ranks), Calls(ranks))
+            calls.calls, calls.bytes, calls.seconds = calls.calls + 1, calls.bytes + size, calls.seconds + seconds
+
+
+class _Span:
+    """One region: two events on the current stream, or two readings of the clock."""
+
+    __slots__ = ("_begin", "_call", "_end", "_name", "_timer")
+
+    def __init__(self, timer: Timer, name: str, call: tuple[str, int, int] | None) -> None:
+        self._timer, self._name, self._call = timer, name, call
+        self._begin: Any = None
+        self._end: Any = None
+
+    def __enter__(self) -> None:
+        if self._name in PARTS:
+            self._timer._start()
+        self._begin = self._now() if self._timer.is_inside else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._begin is None:
+            return
+        self._end = self._now()
+        if self._timer._cuda:
+            self._timer._pending.append(self)
+        else:
+            self._timer._settled(self._name, self._call, self._end - self._begin)
+
+    def _now(self) -> Any:
+        if not self._timer._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self, wait: bool) -> bool:
+        """Reads the events if they have happened, or waits until they have."""
+        if wait:
+            self._end.synchronize()
+        elif not self._end.query():
+            return False
+        self._timer._settled(self._name, self._call, self._begin.elapsed_time(self._end) / 1e3)
+        return True
+
+
+class _Off(Timer):
+    """Measures nothing and costs nothing."""
+
+    on = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), breakdown=False, comms=False)
+
+    def region(self, name: str) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def collective(self, kind: str, size: int, ranks: int, part: str) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def annotate(self, records: list[Record]) -> list[Record]:
+        return records
+
+
+_NOTHING = nullcontext()
+OFF: Timer = _Off()
+
+
+def timer_for(device: torch.device, breakdown: bool, comms: bool) -> Timer:
+    """A timer that reports what is asked for; one that does nothing if nothing is."""
+    return Timer(device, breakdown, comms) if breakdown or comms else OFF
+
+
+def breakdown_line(breakdown: dict[str, float]) -> str:
+    """One line for the log: the step and its parts in milliseconds."""
+    parts = [f"{name} {1e3 * seconds:.1f}" for name, seconds in breakdown.items() if name != "whole"]
+    return f"{1e3 * breakdown['whole']:.1f} ms a step: " + ", ".join(parts)
+
+
+def breakdown_table(window: Window) -> list[str]:
+    """Milliseconds per step and shares."""
+    figures = window.breakdown()
+    whole = figures.pop("whole")
+    lines = [f"time per step, mean of {window.steps} steps on this rank: {1e3 * whole:.1f} ms"]
+    for name, seconds in figures.items():
+        share = seconds / whole if whole else 0.0
+        note = "  (inside or beside the above)" if name in BESIDE else ""
+        lines.append(f"  {name:<10}{1e3 * seconds:>10.1f} ms {share:>6.1%}{note}")
+    return lines
+
+
+def comms_table(window: Window) -> list[str]:
+    """A row for each kind of collective."""
+    lines = [f"collectives of this rank over {window.steps} steps"]
+    lines.append(f"  {'kind':<16}{'ranks':>6}{'calls':>9}{'GB':>10}{'ms':>11}{'GB/s':>9}{'bus GB/s':>10}")
+    for (kind, ranks), calls in sorted(window.calls.items()):
+        r = calls.record(kind)
+        lines.append(
+            f"  {kind:<16}{ranks:>6}{calls.calls:>9}{calls.bytes / 1e9:>10.3f}{1e3 * calls.seconds:>11.1f}"
+            f"{r['algorithm_gb_per_second']:>9.2f}{r['bus_gb_per_second']:>10.2f}"
+        )
+    return lines if len(lines) > 2 else [*lines[:1], "  none: one rank talks to nobody"]

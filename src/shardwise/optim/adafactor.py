@@ -1,0 +1,157 @@
+"""Adafactor over sharded parameters: the second moments of a matrix as one number per row and one per column.
+
+The rule of torch.optim.Adafactor with its scaling by the parameter's own size left out, so that `learning_rate` means
+what it means to AdamW: decay 1 - step^-0.8, updates clipped to a root mean square of 1, no first moment.
+
+A matrix is divided by rows: sums over a row are local, sums over a column and over the whole are not. Each step adds up
+two buffers over the shard group: the column sums of all matrices, then the size of all updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.optim.codecs import columns
+from shardwise.optim.shards import division_of, local_grad, local_of, new_step, zeros_beside
+
+DECAY = -0.8
+CLIP = 1.0
+PIECE = 1 << 23  # elements of an update held at a time
+
+
+@dataclass
+class Work:
+    """A parameter in the middle of a step: its local rows, the inverse root of its second moment in factors."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+    rate: float
+    factors: tuple[Tensor, ...] = ()
+
+    @property
+    def grad(self) -> Tensor:
+        return local_grad(self.parameter)
+
+    @property
+    def spread(self) -> bool:
+        """Whether column sums have parts on other ranks; of a stack of matrices each lies whole on one rank."""
+        return self.parameter.ndim == 2
+
+
+class Adafactor(torch.optim.Optimizer):
+    """state[p]: "step" and "row" (one dim less than p, divided as p is) with "column"; vectors have "variance".
+
+    "column" of a matrix is whole on every rank.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on every parameter that has a gradient; collective over the shard group."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [self._begin(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        divided: dict[Any, list[Work]] = {}
+        for one in work:
+            divided.setdefault(division_of(one.parameter).group, []).append(one)
+        for group, members in divided.items():
+            _step(members, group)
+        return loss
+
+    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> Work:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = new_step()
+            shape = parameter.shape
+            if len(shape) < 2:
+                state["variance"] = zeros_beside(parameter, shape)
+            else:
+                state["row"] = zeros_beside(parameter, shape[:-1])
+                device = local_of(parameter).device
+                state["column"] = (
+                    torch.zeros(shape[-1], device=device)
+                    if len(shape) == 2
+                    else zeros_beside(parameter, (*shape[:-2], shape[-1]))
+                )
+        state["step"] += 1
+        return Work(parameter, group, state, state["step"].item() ** DECAY)
+
+
+def _step(work: Sequence[Work], group: dist.ProcessGroup | None) -> None:
+    matrices = [w for w in work if w.spread]
+    columns = _summed([torch.linalg.vector_norm(w.grad, dim=0).square_() for w in matrices], group)
+    for one, column in zip(matrices, columns, strict=True):
+        one.state["column"].lerp_(column / one.parameter.shape[0], one.rate)
+    for one in work:
+        one.factors = _factors(one)
+    squares = _summed([_size(w) for w in work], group)
+    for one, square in zip(work, squares, strict=True):
+        _apply(one, square)
+
+
+def _factors(work: Work) -> tuple[Tensor, ...]:
+    """Advances the local moments; inverse roots by row and column (or element) whose product scales the gradient."""
+    grad, state, eps = work.grad, work.state, work.group["eps"]
+    if grad.ndim < 2:
+        variance = local_of(state["variance"])
+        variance.lerp_(grad.square(), work.rate)
+        return (variance.clamp(min=eps * eps).rsqrt_(),)
+    row, column = local_of(state["row"]), local_of(state["column"])
+    row.lerp_(torch.linalg.vector_norm(grad, dim=-1).square_().div_(grad.size(-1)), work.rate)
+    if not work.spread:
+        column.lerp_(torch.linalg.vector_norm(grad, dim=-2).square_().div_(grad.size(-2)), work.rate)
+    # The mean over rows is the mean over columns, of which every rank has all. Row means are compared with eps², as
+    # second moments are; the column factor is relative to the mean, and 0 only if the column never had a gradient.
+    mean = column.mean(-1, keepdim=True).clamp_(min=1e-38)
+    by_row = row.clamp(min=eps * eps).rsqrt_().unsqueeze(-1)
+    by_column = (column / mean).clamp_(min=1e-12).rsqrt_().unsqueeze(-2)
+    return by_row, by_column
+
+
+def _updates(work: Work) -> Iterator[tuple[slice, Tensor]]:
+    """The local update, unclipped, some rows at a time so that it takes little memory."""
+    grad, (first, *others) = work.grad, work.factors
+    rows = max(1, PIECE // max(1, columns(grad.shape)))
+    for top in range(0, grad.shape[0], rows):
+        here = slice(top, top + rows)
+        update = grad[here] * first[here]
+        for other in others:
+            update.mul_(other if work.spread else other[here])
+        yield here, update
+
+
+def _size(work: Work) -> Tensor:
+    """Sum of squares of the local update."""
+    total = torch.zeros(1, device=work.grad.device)
+    for _, update in _updates(work):
+        total += torch.linalg.vector_norm(update).square_()
+    return total
+
+
+def _apply(work: Work, square: Tensor) -> None:
+    parameter, group = local_of(work.parameter), work.group
+    rms = (square / work.parameter.numel()).sqrt_()
+    factor = rms.div_(CLIP).clamp_(min=1.0).reciprocal_().mul_(-group["lr"])
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    for here, update in _updates(work):
+        parameter[here].add_(update.mul_(factor))
+
+
+def _summed(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Each tensor added up over the group, in one all-reduce."""
+    if group is None or not parts:
+        return parts
+    flat = torch.cat([p.reshape(-1) for p in parts])
+    dist.all_reduce(flat, group=group)
+    return [piece.view(part.shape) for piece, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]

@@ -1,0 +1,70 @@
+"""Adam with one second moment for each row instead of each element: half of AdamW's state, and no communication.
+
+A block (what shares a second moment) is a vector along the last dim: the weights of one output of a linear layer, one
+token of an embedding. That is finer than Adam-mini's own blocks (a head of the queries and keys; a row elsewhere), and
+every row lies whole on one rank. In vectors (norms, biases) each element is a block, as in Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.optim.shards import local_grad, local_of, new_step, zeros_beside
+
+
+class AdamMini(torch.optim.Optimizer):
+    """state[p]: "step", "exp_avg" like p, "exp_avg_sq" like p without its last dim; both divided as p is."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.update(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    @torch.no_grad()
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """One step on some parameters of a group."""
+        for parameter in parameters:
+            self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            shape = parameter.shape if parameter.ndim < 2 else parameter.shape[:-1]
+            state["step"] = new_step()
+            state["exp_avg"] = zeros_beside(parameter, parameter.shape)
+            state["exp_avg_sq"] = zeros_beside(parameter, shape)
+        state["step"] += 1
+        step, (beta1, beta2), rate = int(state["step"].item()), group["betas"], group["lr"]
+        param, grad = local_of(parameter), local_grad(parameter)
+        mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        if not param.numel():
+            return
+        mean.lerp_(grad, 1 - beta1)
+        energy = (
+            grad.square() if grad.ndim < 2 else torch.linalg.vector_norm(grad, dim=-1).square_().div_(grad.size(-1))
+        )
+        square.lerp_(energy, 1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        rows = root if grad.ndim < 2 else root.unsqueeze(-1)
+        param.mul_(1 - rate * group["weight_decay"])
+        param.addcdiv_(mean, rows, value=-rate / (1 - beta1**step))

@@ -1,0 +1,62 @@
+"""From the config to an optimizer over sharded fp32 masters; norms and biases are not decayed.
+
+Bytes of state per parameter: adamw 8 (bf16 4), adamw8bit 2.1, adamw4bit 1.1, adam-mini 4, lion and sgd 4 (bf16 2), muon
+4 for matrices and 8 for the rest, adafactor next to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config.schema import Train
+from shardwise.optim.adafactor import Adafactor
+from shardwise.optim.adam_mini import AdamMini
+from shardwise.optim.codecs import Kind
+from shardwise.optim.elementwise import Elementwise
+from shardwise.optim.muon import Muon, inner_matrices
+from shardwise.optim.rules import rule_of
+
+
+def decay_groups(
+    parameters: Mapping[str, nn.Parameter], weight_decay: float, norms: bool = False
+) -> list[dict[str, object]]:
+    """Two groups: matrices and embeddings with decay; norms and biases (one dim or none) without, unless `norms`."""
+    decayed = [p for p in parameters.values() if p.ndim >= 2 or norms]
+    plain = [p for p in parameters.values() if p.ndim < 2 and not norms]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
+
+
+def state_kind(train: Train) -> Kind:
+    """How the states of an elementwise optimizer are stored."""
+    for suffix in ("8bit", "4bit"):
+        if train.optimizer.endswith(suffix):
+            return suffix  # type: ignore[return-value]
+    return train.optimizer_state
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer the run asks for, over the sharded fp32 masters; `model` tells which are embeddings and head."""
+    rate, betas, eps = train.learning_rate, train.betas, train.eps
+    groups: list[dict[str, Any]] = decay_groups(parameters, train.weight_decay, train.decay_norms)
+    if train.optimizer == "adafactor":
+        return Adafactor(groups, lr=rate, eps=eps)
+    if train.optimizer == "adam-mini":
+        return AdamMini(groups, lr=rate, betas=betas, eps=eps)
+    if train.optimizer == "muon":
+        inner = inner_matrices(model, parameters)
+        matrices = [p for name, p in parameters.items() if name in inner]
+        others = {name: p for name, p in parameters.items() if name not in inner}
+        groups = decay_groups(others, train.weight_decay, train.decay_norms)
+        if matrices:
+            groups.append({"params": matrices, "weight_decay": train.weight_decay, "matrix": True})
+        return Muon(groups, lr=rate, betas=betas, eps=eps)
+    kind = state_kind(train)
+    if train.optimizer == "adamw" and kind == "fp32":
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
+    rule = rule_of(train.optimizer, betas)
+    return Elementwise(groups, rule, kind, lr=rate, betas=betas, eps=eps, seed=train.seed)

@@ -1,0 +1,256 @@
+"""How an optimizer's state is stored between steps: fp32, bf16, 8 bits or 4 bits per element.
+
+[Note: coded states] A tensor is seen as [rows, cols], rows being its first dim, and each row is cut into blocks of 128
+that share an fp32 scale (the block's largest magnitude). No block crosses a row, and every part has as many rows as the
+tensor, so parts divide over ranks exactly as the parameter does and a checkpoint moves to any number of ranks bit for
+bit. Within a block, x = value / scale lies in [-1, 1] and is stored as a small float, made from the bits of the fp32
+number: shift away all but the leading bits of its mantissa. No table is searched.
+
+  first moment   sign and magnitude of x + c, less the code of c: zero is exact, near zero the levels are even and from
+                 there on each is a constant factor above the last. A plain linear scale would drown the small ones.
+  second moment  never stored as 0: what is smaller than the least level becomes the least level, because Adam divides
+                 by its root. An error there makes a step shorter, never longer.
+
+Rounding is stochastic, with the mean right: a moving average with decay 0.999 changes by a thousandth a step, far less
+than the distance of two levels, and would never move again if rounded to the nearest. The noise is a hash of the seed
+and of the element's place in the whole parameter, so it depends neither on how the parameter is divided nor on how many
+elements are done at a time, and a run that resumes repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+SMALLEST = 4096  # elements below which coding saves nothing worth the noise
+
+SIGN = -(2**31)  # the sign bit
+
+Kind = Literal["fp32", "bf16", "8bit", "4bit"]
+Parts = dict[str, Tensor]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Codec(Protocol):
+    """A way to keep an fp32 tensor in one or more parts, each with the tensor's rows."""
+
+    def shapes(self, shape: Sequence[int]) -> Layout:
+        """Shape and type of each part of a tensor of this shape; zeros in all parts decode to zeros."""
+        ...
+
+    def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
+        """The values as a new fp32 tensor of this shape (for "fp32", the part itself)."""
+        ...
+
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
+        """Writes the values into the parts; `offset` is the place of the first element in the whole parameter."""
+        ...
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        """The parts (as [rows, …]) of rows top:bottom and columns left:right; left is a multiple of the block."""
+        ...
+
+
+def columns(shape: Sequence[int]) -> int:
+    """Elements per row of a tensor seen as [rows, cols]."""
+    return math.prod(shape[1:])
+
+
+def _cut(part: Tensor, per: int, top: int, bottom: int, left: int, right: int) -> Tensor:
+    """Rows and columns of a part with one number for `per` columns of the tensor."""
+    return part[top:bottom, left // per : -(-right // per)]
+
+
+def noise(like: Tensor, seed: int, offset: int) -> Tensor:
+    """A uniformly random int32 for each element of `like`, from its place and the seed alone."""
+    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
+    # Multiplication wraps; >> on a signed type drags the sign along, hence the masks.
+    x = x.add_(_int32(offset)).mul_(_int32(0x9E3779B1)).add_(_int32(seed))
+    x ^= torch.bitwise_right_shift(x, 16).bitwise_and_(0xFFFF)
+    x.mul_(_int32(0x85EBCA6B))
+    x ^= torch.bitwise_right_shift(x, 13).bitwise_and_(0x7FFFF)
+    return x.mul_(_int32(0xC2B2AE35))
+
+
+def mix(*numbers: int) -> int:
+    """One 32-bit seed from several numbers (run, step, parameter, state)."""
+    x = 0x243F6A88
+    for number in numbers:
+        x = ((x ^ (number & 0xFFFFFFFF)) * 0x9E3779B1) & 0xFFFFFFFF
+        x ^= x >> 15
+        x = (x * 0x85EBCA6B) & 0xFFFFFFFF
+        x ^= x >> 13
+    return x
+
+
+def _int32(number: int) -> int:
+    """The signed number with the same low 32 bits."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+class Fp32:
+    """As it is."""
+
+    def shapes(self, shape: Sequence[int]) -> Layout:
+        return {"": (tuple(shape), torch.float32)}
+
+    def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
+        return parts[""]
+
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
+        if value is not parts[""]:
+            parts[""].copy_(value)
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        return {"": _cut(parts[""], 1, top, bottom, left, right)}
+
+
+class Bf16:
+    """Half the bits, rounded stochastically."""
+
+    def shapes(self, shape: Sequence[int]) -> Layout:
+        return {"": (tuple(shape), torch.bfloat16)}
+
+    def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
+        return parts[""].float()
+
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
+        random = noise(value, seed, offset).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+        bits = value.view(torch.int32).add(random).bitwise_and_(-0x10000)
+        parts[""].copy_(bits.view(torch.float32))
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        return {"": _cut(parts[""], 1, top, bottom, left, right)}
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Small floats with a scale per block of a row; see [Note: coded states]."""
+
+    bits: int
+    mantissa: int
+    signed: bool
+    stochastic: bool = True
+    block: int = BLOCK
+
+    @property
+    def top(self) -> int:
+        """The largest code (of a magnitude)."""
+        return (1 << (self.bits - self.signed)) - 1
+
+    @property
+    def shift(self) -> int:
+        """How many of fp32's mantissa bits are dropped."""
+        return 23 - self.mantissa
+
+    @property
+    def least(self) -> int:
+        """The bits, shifted, of the fp32 number that code 0 stands for: the codes count up from there to below 2."""
+        return (127 - (self.top >> self.mantissa)) << self.mantissa
+
+    @property
+    def floor(self) -> float:
+        """That number; a sign's worth of codes is shifted down by it, so that code 0 is zero."""
+        return float(2.0 ** -(self.top >> self.mantissa))
+
+    @property
+    def peak(self) -> float:
+        """What the largest code stands for, before the scale."""
+        steps = 1 << self.mantissa
+        return 1 + (steps - 1) / steps - (self.floor if self.signed else 0.0)
+
+    def shapes(self, shape: Sequence[int]) -> Layout:
+        rows, cols = shape[0], columns(shape)
+        scales = (rows, -(-cols // self.block)), torch.float32
+        if self.bits == 8:
+            return {"codes": (tuple(shape), torch.int8 if self.signed else torch.uint8), "scales": scales}
+        return {"codes": ((rows, -(-cols // 2)), torch.uint8), "scales": scales}
+
+    def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
+        rows, cols = shape[0], columns(shape)
+        codes = self._unpacked(parts["codes"], rows, cols)
+        if self.signed:
+            signs = codes.bitwise_and(SIGN)
+            codes = codes.abs_()
+        value = codes.add_(self.least).bitwise_left_shift_(self.shift).view(torch.float32)
+        if self.signed:
+            value.sub_(self.floor).view(torch.int32).bitwise_or_(signs)
+        blocks = self._blocks(value)
+        blocks.mul_(parts["scales"][..., None])
+        return self._joined(blocks, rows, cols).view(tuple(shape))
+
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
+        rows, cols = value.shape[0], columns(value.shape)
+        blocks = self._blocks(value.reshape(rows, cols))
+        scales = (blocks.abs() if self.signed else blocks).amax(-1).div_(self.peak)
+        parts["scales"].copy_(scales)
+        x = blocks / scales.masked_fill(scales == 0, 1.0)[..., None]
+        x = self._joined(x, rows, cols)
+        size = x.abs().add_(self.floor) if self.signed else x.clamp_min(self.floor)
+        bits = size.view(torch.int32)
+        if self.stochastic:
+            random = noise(bits, seed, offset).bitwise_right_shift_(32 - self.shift)
+            bits.add_(random.bitwise_and_((1 << self.shift) - 1))
+        else:
+            bits.add_(1 << (self.shift - 1))
+        codes = bits.bitwise_right_shift_(self.shift).sub_(self.least).clamp_(0, self.top)
+        if self.signed:
+            minus = x.view(torch.int32).bitwise_right_shift_(31)  # -1 where negative, else 0
+            codes = codes.bitwise_xor_(minus).sub_(minus)
+        self._pack(codes, parts["codes"])
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        assert left % self.block == 0
+        per = {"codes": 8 // self.bits, "scales": self.block}
+        return {name: _cut(part, per[name], top, bottom, left, right) for name, part in parts.items()}
+
+    def _blocks(self, value: Tensor) -> Tensor:
+        """[rows, cols] as [rows, blocks, block]; padded where a row does not divide."""
+        rows, cols = value.shape
+        block = min(self.block, max(cols, 1))
+        if cols % block:
+            value = F.pad(value, (0, block - cols % block))
+        return value.view(rows, -1, block)
+
+    def _joined(self, blocks: Tensor, rows: int, cols: int) -> Tensor:
+        return blocks.view(rows, -1)[:, :cols].contiguous()
+
+    def _unpacked(self, codes: Tensor, rows: int, cols: int) -> Tensor:
+        """int32 codes, [rows, cols]."""
+        if self.bits == 8:
+            return codes.reshape(rows, cols).to(torch.int32)
+        both = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1)[:, :cols].to(torch.int32)
+        return (both ^ 8).sub_(8) if self.signed else both  # four bits in two's complement
+
+    def _pack(self, codes: Tensor, into: Tensor) -> None:
+        if self.bits == 8:
+            into.copy_(codes.view(into.shape))
+            return
+        if codes.shape[1] % 2:
+            codes = F.pad(codes, (0, 1))
+        low, high = codes[:, 0::2] & 15, codes[:, 1::2] & 15
+        into.copy_(low | (high << 4))
+
+
+FP32, BF16 = Fp32(), Bf16()
+FIRST: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, True), "4bit": Blockwise(4, 0, True)}
+SECOND: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, False), "4bit": Blockwise(4, 0, False)}
+
+
+def codec_of(kind: Kind, state: str, shape: Sequence[int]) -> Codec:
+    """The codec of a state of a parameter, by the parameter's whole shape: vectors and small ones stay fp32."""
+    if len(shape) < 2 or math.prod(shape) < SMALLEST:
+        return FP32
+    return (SECOND if state == "exp_avg_sq" else FIRST)[kind]
+
+
+def part_name(state: str, part: str) -> str:
+    """What a part is called among a parameter's states: "exp_avg", "exp_avg.codes"."""
+    return f"{state}.{part}" if part else state

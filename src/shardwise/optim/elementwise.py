@@ -1,0 +1,155 @@
+"""Any update rule with its states stored by any codec, over sharded parameters; nothing is communicated.
+
+States are decoded, updated and encoded a bounded piece at a time. What a step does to an element depends neither on
+the number of ranks nor on the size of the pieces (see [Note: coded states]), down to the last bit; only fused AdamW on
+a CPU may differ there, where it treats the last few elements of a tensor apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.optim.codecs import BLOCK, FP32, Codec, Kind, Parts, codec_of, columns, mix, part_name
+from shardwise.optim.rules import Hyper, Rule
+from shardwise.optim.shards import first_row, local_grad, local_of, new_step, zeros_beside
+
+# Elements at a time: on a GPU enough to keep it busy, at about 40 bytes of temporary memory each; on a CPU its cache.
+PIECE = {"cuda": 1 << 23, "cpu": 1 << 20}
+
+
+@dataclass
+class Stored:
+    """One state of a piece: its codec, the parts it lies in, and the seed of its rounding."""
+
+    codec: Codec
+    parts: Parts
+    seed: int
+
+
+@dataclass
+class Piece:
+    """Some rows of a parameter with gradient and states; `offset` is the place of its first element in the whole."""
+
+    param: Tensor
+    grad: Tensor
+    states: dict[str, Stored]
+    offset: int
+
+
+class Elementwise(torch.optim.Optimizer):
+    """`rule` on the shards of each parameter, with states kept as `kind` (fp32, bf16, 8bit, 4bit).
+
+    state[p] holds "step" and, divided as p is, each part of each state: "exp_avg", or "exp_avg.codes" and its scales.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: Rule,
+        kind: Kind = "fp32",
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        piece: int | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.rule, self.kind, self.seed, self.piece = rule, kind, seed, piece
+        everything = [p for group in self.param_groups for p in group["params"]]
+        self._number = {p: number for number, p in enumerate(everything)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.update(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    @torch.no_grad()
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """One step on some parameters of a group: their counts advance, small ones are done together."""
+        waiting: list[Piece] = []
+        count, last = 0, 0
+        for parameter in parameters:
+            state = self.allocate(parameter)
+            state["step"] += 1
+            now = int(state["step"].item())
+            limit = self.piece or PIECE[local_of(parameter).device.type]
+            for piece in self._pieces(parameter, now, limit):
+                if waiting and (now != last or count + piece.param.numel() > limit):
+                    self._run(waiting, group, last)
+                    waiting, count = [], 0
+                waiting.append(piece)
+                count, last = count + piece.param.numel(), now
+        if waiting:
+            self._run(waiting, group, last)
+
+    def allocate(self, parameter: Tensor) -> dict[str, Any]:
+        """The states of a parameter, made of zeros where there are none yet."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            assert parameter.dtype is torch.float32, "the rules compute in fp32, on fp32 masters"
+            state["step"] = new_step()
+            for name in self.rule.states:
+                codec = codec_of(self.kind, name, parameter.shape)
+                for part, (shape, dtype) in codec.shapes(parameter.shape).items():
+                    state[part_name(name, part)] = zeros_beside(parameter, shape, dtype)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's, which turns every state into fp32; codes and bf16 come out of that as they were."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            for name in self.rule.states:
+                codec = codec_of(self.kind, name, parameter.shape)
+                for part, (_, dtype) in codec.shapes(parameter.shape).items():
+                    if (key := part_name(name, part)) in state:
+                        state[key] = state[key].to(dtype)
+
+    def _run(self, pieces: list[Piece], group: dict[str, Any], step: int) -> None:
+        hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
+        values = {
+            name: [p.states[name].codec.decode(p.states[name].parts, p.param.shape) for p in pieces]
+            for name in self.rule.states
+        }
+        self.rule([p.param for p in pieces], [p.grad for p in pieces], values, hyper)
+        for name in self.rule.states:
+            for piece, value in zip(pieces, values[name], strict=True):
+                stored = piece.states[name]
+                stored.codec.encode(value, stored.parts, stored.seed, piece.offset)
+
+    def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[Piece]:
+        """The local part, whole rows at a time; a row that is longer than the limit is cut between blocks."""
+        local = local_of(parameter)
+        rows, cols = (local.shape[0], columns(local.shape)) if local.ndim else (1, 1)
+        if not rows * cols:
+            return
+        param, grad = local.view(rows, cols), local_grad(parameter).reshape(rows, cols)
+        state, number, first = self.state[parameter], self._number[parameter], first_row(parameter)
+        stored = {}
+        for place, name in enumerate(self.rule.states):
+            codec = codec_of(self.kind, name, parameter.shape)
+            names = [""] if codec is FP32 else list(codec.shapes(parameter.shape))
+            parts = {part: local_of(state[part_name(name, part)]).view(rows, -1) for part in names}
+            stored[name] = Stored(codec, parts, mix(self.seed, step, number, place))
+        height = max(1, limit // cols)
+        width = cols if cols <= limit else max(1, limit // BLOCK) * BLOCK
+        for top in range(0, rows, height):
+            for left in range(0, cols, width):
+                bottom, right = min(top + height, rows), min(left + width, cols)
+                window = {
+                    name: Stored(s.codec, s.codec.window(s.parts, top, bottom, left, right), s.seed)
+                    for name, s in stored.items()
+                }
+                offset = (first + top) * cols + left
+                yield Piece(param[top:bottom, left:right], grad[top:bottom, left:right], window, offset)

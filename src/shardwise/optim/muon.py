@@ -1,0 +1,133 @@
+"""Muon over sharded parameters: momentum made orthogonal, with the work of it shared out among the ranks.
+
+Each matrix must be whole where it is made orthogonal. Repeating that on every rank would waste all but one of them, so
+the matrices go round: each rank of the shard group receives the rows of one matrix from all (one all-to-all), makes it
+orthogonal and sends every rank its rows back (another). A rank holds one whole matrix at a time. Matrices are
+sorted by size, so that those of a round take about as long. In a stack of matrices (experts) each lies whole on one
+rank, and nothing is sent.
+
+Updates have the size that AdamW's typically have (a root mean square of 0.2), so AdamW's rates and decay carry over.
+Embeddings, the output head, norms, biases and convolutions are no maps from activations to activations: AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.optim.elementwise import Elementwise
+from shardwise.optim.rules import RULES
+from shardwise.optim.shards import Division, division_of, local_grad, local_of, new_step, zeros_beside
+
+MOMENTUM = 0.95
+# A quintic whose fifth iterate sends singular values from 0.003 up to within 0.3 of 1; more precision gains nothing.
+QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """The nearest orthogonal matrix, roughly: all singular values near 1; on the last two dims."""
+    a, b, c = QUINTIC
+    tall = matrix.size(-2) > matrix.size(-1)
+    x = matrix.mT if tall else matrix
+    x = x / torch.linalg.matrix_norm(x.float(), keepdim=True).clamp_(min=1e-7).to(x.dtype)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    result: Tensor = x.mT if tall else x
+    return result
+
+
+def inner_matrices(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """Names of the parameters that map activations to activations: matrices and stacks of them."""
+    outside: set[int] = set()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in [*model.modules(), head]:
+        if module is head or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+            outside |= {id(p) for p in module.parameters(recurse=False)} if module is not None else set()
+    return {
+        name for name, p in parameters.items() if p.ndim in (2, 3) and min(p.shape[-2:]) > 1 and id(p) not in outside
+    }
+
+
+class Muon(Elementwise):
+    """Groups with `matrix: True` by Muon (state "momentum_buffer"), the others by AdamW with fp32 states."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, RULES["adamw"], "fp32", lr, betas, eps, weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on every parameter that has a gradient; collective over the shard group."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            if group.get("matrix", False):
+                self._step_matrices(group, given)
+            else:
+                self.update(group, given)
+        return loss
+
+    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        divided: dict[Any, list[Tensor]] = {}
+        for parameter in parameters:
+            state: dict[str, Any] = self.state[parameter]
+            if not state:
+                state["step"], state["momentum_buffer"] = new_step(), zeros_beside(parameter, parameter.shape)
+            state["step"] += 1
+            division = division_of(parameter)
+            if parameter.ndim == 3 or division.group is None:
+                if local_of(parameter).numel():
+                    _apply(parameter, orthogonal(self._direction(parameter)), group)
+            else:
+                divided.setdefault(division.group, []).append(parameter)
+        for members in divided.values():
+            division = division_of(members[0])
+            members.sort(key=lambda p: -p.numel())  # a stable sort: the same order on every rank
+            for first in range(0, len(members), division.size):
+                self._round(members[first : first + division.size], division, group)
+
+    def _round(self, matrices: Sequence[Tensor], division: Division, group: dict[str, Any]) -> None:
+        """The i-th matrix is made orthogonal by the i-th rank."""
+        outgoing = [self._direction(p).reshape(-1) for p in matrices]
+        mine = matrices[division.rank] if division.rank < len(matrices) else None
+        cut = [0] * division.size
+        if mine is not None:
+            spans = [division.rows(mine.shape[0], rank) for rank in range(division.size)]
+            cut = [(stop - start) * mine.shape[1] for start, stop in spans]
+        sizes = [o.numel() for o in outgoing] + [0] * (division.size - len(outgoing))
+        sent = torch.cat(outgoing)
+        whole = sent.new_empty(sum(cut))
+        dist.all_to_all_single(whole, sent, cut, sizes, group=division.group)
+        if mine is not None:
+            whole = orthogonal(whole.view(mine.shape)).reshape(-1)
+        dist.all_to_all_single(sent, whole, sizes, cut, group=division.group)
+        for parameter, rows in zip(matrices, sent.split(sizes), strict=False):
+            _apply(parameter, rows.view(local_of(parameter).shape), group)
+
+    def _direction(self, parameter: Tensor) -> Tensor:
+        """Advances the momentum; the gradient as momentum foresees it (Nesterov), in the type of the computation."""
+        grad, buffer = local_grad(parameter), local_of(self.state[parameter]["momentum_buffer"])
+        buffer.lerp_(grad, 1 - MOMENTUM)
+        ahead = grad.lerp(buffer, MOMENTUM)
+        return ahead.bfloat16() if ahead.is_cuda else ahead
+
+
+def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    local, rate = local_of(parameter), group["lr"]
+    local.mul_(1 - rate * group["weight_decay"])
+    local.add_(update, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape[-2:])))

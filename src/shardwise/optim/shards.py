@@ -1,0 +1,79 @@
+"""What an optimizer needs to know of a sharded parameter: its local rows, its group, and states that divide as it does.
+
+Parameters are divided on their first dim over one axis of the mesh and repeated over the others; plain tensors are a
+parameter on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True)
+class Division:
+    """Over which group a parameter's rows are divided, and this rank's place in it; group None = whole here."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    def rows(self, total: int, rank: int | None = None) -> tuple[int, int]:
+        """First and one past the last row of a rank (default: this one): equal parts rounded up, as torch.chunk."""
+        each, rank = -(-total // self.size), self.rank if rank is None else rank
+        return min(rank * each, total), min((rank + 1) * each, total)
+
+
+WHOLE = Division(None, 0, 1)
+
+
+def division_of(parameter: Tensor) -> Division:
+    """How a parameter is divided."""
+    if not isinstance(parameter, DTensor):
+        return WHOLE
+    mesh = parameter.device_mesh
+    axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    assert all(parameter.placements[axis] == Shard(0) for axis in axes) and len(axes) <= 1, parameter.placements
+    if not axes or mesh.size(axes[0]) == 1:
+        return WHOLE
+    return Division(mesh.get_group(axes[0]), mesh.get_local_rank(axes[0]), mesh.size(axes[0]))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's rows, as a plain tensor that shares the memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_grad(parameter: Tensor) -> Tensor:
+    """This rank's rows of the gradient."""
+    assert parameter.grad is not None
+    return local_of(parameter.grad)
+
+
+def first_row(parameter: Tensor) -> int:
+    """Where this rank's rows begin in the whole parameter."""
+    return division_of(parameter).rows(parameter.shape[0])[0] if parameter.ndim else 0
+
+
+def zeros_beside(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros of a shape with the parameter's rows, divided as the parameter is, so that checkpoints can reshard them."""
+    local = local_of(parameter)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(tuple(shape), dtype=dtype, device=local.device)
+    assert shape[0] == parameter.shape[0]
+    mine = torch.zeros((local.shape[0], *shape[1:]), dtype=dtype, device=local.device)
+    size = torch.Size(shape)
+    stride = torch.empty(size, dtype=dtype, device="meta").stride()
+    options: dict[str, Any] = {"run_check": False, "shape": size, "stride": stride}
+    return DTensor.from_local(mine, parameter.device_mesh, parameter.placements, **options)
+
+
+def new_step() -> Tensor:
+    """A count of steps: a tensor, as checkpoints restore in place; on the host, where reading it waits for nothing."""
+    return torch.zeros((), dtype=torch.float32)

@@ -1,0 +1,158 @@
+"""ZeRO++'s collectives, in the form that FSDP2 takes for a unit's own all-gather and reduce-scatter.
+
+[Note: two hops] A shard group of nodes × local ranks has rank r = node · local + place, and slice r of a flat buffer is
+its own. Both collectives go in two hops, so that what crosses nodes is as little as can be:
+  gather   across nodes first: the rank then has the slices of its place on every node, which is 1/local of the whole.
+           That is hpZ's secondary shard. The hop within the node completes it, and is all that later gathers need.
+  reduce   within the node first: the rank then has the node's sum of every slice of its place, 1/local of the whole.
+           Only that crosses nodes. In each hop the sums are made in fp32, of what arrived as int4.
+Between the hops slices lie by place and then by node, not in the order of ranks: the buffers are read and written with
+strides, and nothing is copied for it except by a gather that is not quantised.
+
+Calls return None, never a work handle: what follows is ordered by the stream on CUDA and done on return on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from shardwise.kernels.quantize import Bits, dequantize_into, quantize, requantize_sum, sum_dequantized_into
+from shardwise.parallel.mesh import Hops
+
+WEIGHT_BITS: Bits = 8
+GRADIENT_BITS: Bits = 4
+# torch 2.13 has a new name for it and warns of the old one, 2.11 has the old one only.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class WeightGather(AllGather):
+    """One unit's gather: as int8 if `quantized` (qwZ), keeping a secondary shard within a step if `hops` (hpZ).
+
+    The secondary shard is int8 too where both are on. Buffers that are no floats (packed 4-bit weights) go as they are.
+    """
+
+    def __init__(self, quantized: bool, hops: Hops | None) -> None:
+        self._quantized, self._hops = quantized, hops
+        self._secondary: torch.Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+
+    @property
+    def secondary_bytes(self) -> int:
+        """What the secondary shard takes at the moment."""
+        return 0 if self._secondary is None else self._secondary.nbytes
+
+    def forget(self) -> None:
+        """Drops the secondary shard: the parameters are no longer those it was made of."""
+        self._secondary = self._ready = None
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP's buffer for the gathered parameters."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fills the output with every rank's input."""
+        packed = self._quantized and input_tensor.is_floating_point()
+        if self._hops is not None:
+            nodes, local = self._hops.across.size(), self._hops.within.size()
+            rows = self._through_node(input_tensor, packed, self._hops).view(local, nodes, -1)
+            slices = output_tensor.view(nodes, local, -1).transpose(0, 1)
+        elif packed:
+            rows = _gather(quantize(input_tensor, WEIGHT_BITS), group)
+            slices = output_tensor.view(group.size(), -1)
+        else:
+            all_gather(output_tensor, input_tensor, group=group)
+            return
+        if packed:
+            dequantize_into(slices, rows, WEIGHT_BITS)
+        else:
+            slices.copy_(rows)
+
+    def _through_node(self, shard: torch.Tensor, packed: bool, hops: Hops) -> torch.Tensor:
+        if self._secondary is None:
+            self._secondary = _gather(quantize(shard, WEIGHT_BITS) if packed else shard, hops.across)
+            if shard.is_cuda:
+                self._ready = torch.cuda.Event()
+                self._ready.record()
+        elif self._ready is not None:
+            self._ready.wait()  # it was made on whatever stream gathered first
+        return _gather(self._secondary.view(-1), hops.within)
+
+
+class GradientReduce(ReduceScatter):
+    """qgZ: a reduce-scatter by all-to-all of int4, in two hops where the group spans nodes; sums are in fp32."""
+
+    def __init__(self, hops: Hops | None) -> None:
+        self._hops, self._seeds = hops, _Seeds()
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP's buffers for whole gradients and for the shard."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fills the output with this rank's slice of the reduced inputs."""
+        factor, n, hops = _factor(op, group.size()), output_tensor.numel(), self._hops
+        target = output_tensor.view(1, n)
+        if hops is None or 1 in (hops.within.size(), hops.across.size()):
+            sent = quantize(input_tensor.view(-1, 1, n), GRADIENT_BITS, self._seeds.next())
+            sum_dequantized_into(target, _exchange(sent, group), GRADIENT_BITS, factor)
+            return
+        nodes, local = hops.across.size(), hops.within.size()
+        by_place = input_tensor.view(nodes, local, n).transpose(0, 1)
+        arrived = _exchange(quantize(by_place, GRADIENT_BITS, self._seeds.next()), hops.within)
+        sent = requantize_sum(arrived, n, GRADIENT_BITS, 1.0, self._seeds.next())
+        sum_dequantized_into(target, _exchange(sent, hops.across).unsqueeze(1), GRADIENT_BITS, factor)
+
+
+def _gather(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Everyone's flat buffer, one row per rank."""
+    out = flat.new_empty(group.size() * flat.numel())
+    all_gather(out, flat, group=group)
+    return out.view(group.size(), -1)
+
+
+def _exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row i goes to rank i; what comes back has one row from each rank."""
+    out = torch.empty_like(rows)
+    dist.all_to_all_single(out, rows, group=group)
+    return out
+
+
+def _factor(op: Any, ranks: int) -> float:
+    """What the sum over ranks is multiplied with."""
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.SUM:
+        return 1.0
+    if kind == dist.ReduceOp.AVG:
+        return 1.0 / ranks
+    assert kind == dist.ReduceOp.PREMUL_SUM, f"{op} is no sum"
+    return float(op.__getstate__()[1])
+
+
+class _Seeds:
+    """A seed for each rounding: of the step, the call within it and the rank, with no state that a resume would need.
+
+    Each step of the loop seeds PyTorch from (seed, step, rank), so that seed names the step. Reading it draws nothing.
+    """
+
+    def __init__(self) -> None:
+        self._step, self._calls = 0, 0
+
+    def next(self) -> int:
+        step = torch.initial_seed()
+        self._calls = self._calls + 1 if step == self._step else 0
+        self._step = step
+        return (step * 0x2545F491 + self._calls * 0x9E3779B1 + dist.get_rank() * 0x632BE5AB) & 0x7FFFFFFF

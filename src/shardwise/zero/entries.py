@@ -1,0 +1,94 @@
+"""Offloaded states in checkpoints: names, shapes and shards as without offload, read and written by rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.rows import Rows, outline
+from shardwise.optim.codecs import part_name
+from shardwise.zero.master import join, split_
+from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.pieces import Piece, Segment, at, overlaps
+from shardwise.zero.stages import local
+
+Segments = list[tuple[Piece, Segment]]
+
+
+def entries(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """Every state as `optimizer.<parameter>.<state>`; parameters that are not whole on the device as `model.<…>`."""
+    optimizer.finish()
+    found: dict[str, Any] = {f"model.{name}": rows for name, rows in masters(optimizer).items()}
+    for parameter, name, segments in _segments(optimizer):
+        found[f"optimizer.{name}.step"] = _step(optimizer)
+        for state in optimizer.rule.states:
+            for part in segments[0][1].parts[state]:
+                key = f"optimizer.{name}.{part_name(state, part)}"
+                found[key] = _state(parameter, segments, state, part)
+    return found
+
+
+def masters(optimizer: OffloadedOptimizer) -> dict[str, Rows]:
+    """By name, the parameters that are split or not on the device: where their values are read and written."""
+    if not optimizer.split and optimizer.shelf is None:
+        return {}
+    return {name: _master(optimizer, parameter, segments) for parameter, name, segments in _segments(optimizer)}
+
+
+def _segments(optimizer: OffloadedOptimizer) -> list[tuple[nn.Parameter, str, Segments]]:
+    return [
+        (
+            parameter,
+            optimizer.names[parameter],
+            [(p, s) for p in pieces for s in p.segments if s.parameter is parameter],
+        )
+        for parameter, pieces in optimizer.of.items()
+    ]
+
+
+def _step(optimizer: OffloadedOptimizer) -> Rows:
+    def write(start: int, value: torch.Tensor) -> None:
+        optimizer.steps = int(value)
+
+    return Rows(torch.zeros(()), lambda: torch.tensor(float(optimizer.steps)), write)
+
+
+def _state(parameter: nn.Parameter, segments: Segments, state: str, part: str) -> Rows:
+    def read() -> torch.Tensor:
+        return torch.cat([at(p.blob(), s.parts[state][part]).cpu() for p, s in segments])
+
+    def write(start: int, rows: torch.Tensor) -> None:
+        for piece, segment, target, source in overlaps(segments, start, rows):
+            at(piece.blob(), segment.parts[state][part])[target].copy_(rows[source])
+
+    codec = segments[0][1].codecs[state]
+    (whole, dtype), (mine, _) = codec.shapes(parameter.shape)[part], codec.shapes(local(parameter).shape)[part]
+    return Rows(outline(parameter, whole, mine, dtype), read, write)
+
+
+def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments) -> Rows:
+    def home() -> torch.Tensor:
+        return local(parameter) if optimizer.shelf is None else optimizer.shelf.view(parameter)
+
+    def read() -> torch.Tensor:
+        if not optimizer.split:
+            return home().cpu()
+        return torch.cat([
+            join(home()[s.start : s.stop].cpu(), at(p.blob(), s.low).cpu()) for p, s in segments
+        ])  # fmt: skip
+
+    def write(start: int, rows: torch.Tensor) -> None:
+        if not optimizer.split:
+            home()[start : start + len(rows)].copy_(rows)
+            return
+        for piece, segment, target, source in overlaps(segments, start, rows):
+            part = rows[source].float().clone()
+            high, low = torch.empty_like(part, dtype=torch.bfloat16), torch.empty_like(part, dtype=torch.int16)
+            split_(part, high, low)
+            home()[segment.start : segment.stop][target].copy_(high)
+            at(piece.blob(), segment.low)[target].copy_(low)
+
+    mine = tuple(local(parameter).shape)
+    return Rows(outline(parameter, tuple(parameter.shape), mine, torch.float32), read, write)

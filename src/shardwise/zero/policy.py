@@ -1,0 +1,114 @@
+"""What a run's `offload` section means: which masters are split, how much stays, and the optimizer built so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config.schema import Run
+from shardwise.optim.build import decay_groups, state_kind
+from shardwise.optim.codecs import Kind
+from shardwise.optim.rules import rule_of
+from shardwise.zero.disk import DiskFolder
+from shardwise.zero.offload import PIECE, OffloadedOptimizer
+from shardwise.zero.paging import DEPTH
+from shardwise.zero.shelf import Shelf
+from shardwise.zero.stages import ShardedModel, local
+
+ROOM = 0.9  # of the device's memory that offload.ratio: auto plans with; the rest is for fragments
+STORED = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}  # bytes per element of a state
+EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
+
+
+def splits_masters(run: Run) -> bool:
+    """Whether parameters are kept in bf16 with the low half of their masters among the optimizer's states."""
+    return run.offload.optimizer != "none" and run.precision == "bf16"
+
+
+def eager_share(run: Run) -> float:
+    """The share of the parameters updated during backward: all if asked for, some if offloaded without clipping."""
+    if run.train.in_backward:
+        return 1.0
+    return EAGER if run.offload.optimizer != "none" and run.train.clip is None and run.precision != "fp16" else 0.0
+
+
+def store_in_bf16(model: nn.Module) -> None:
+    """Turns the parameters of a model on `meta` into bf16 ones; buffers stay as they are."""
+    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                new = nn.Parameter(parameter.detach().to(torch.bfloat16), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), new)
+
+
+def offload_optimizer(
+    run: Run,
+    sharded: ShardedModel,
+    device: torch.device,
+    disk: DiskFolder | None,
+    say: Callable[[str], None] = lambda _: None,
+) -> OffloadedOptimizer:
+    """The optimizer that a run asks for, with its states off the device."""
+    train = run.train
+    blocks = {id(p) for unit in sharded.units[1:] for p in unit.parameters()}  # type: ignore[attr-defined]
+    # The root's own parameters (embedding, head) are gathered at the start of the forward: they come first.
+    named = sorted(sharded.parameters.items(), key=lambda item: id(item[1]) in blocks)
+    kind = state_kind(train)
+    defaults = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
+    ratio = run.offload.ratio
+    if ratio == "auto":
+        ratio = fitting_ratio(run, sharded, device, kind)
+        say(f"offload.ratio: auto → {ratio:.2f} of the optimizer's states leave the device")
+    offload = run.offload
+    on_disk = disk if offload.parameters == "disk" else None
+    shelf = Shelf(sharded.units, device, on_disk) if offload.parameters != "none" else None
+    groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
+    return OffloadedOptimizer(
+        groups, dict(named), rule_of(train.optimizer, train.betas), kind, defaults, device, float(ratio),
+        disk if offload.optimizer == "disk" else None, splits_masters(run), shelf, on_disk,
+    )  # fmt: skip
+
+
+def disk_bytes(run: Run, parameters: int) -> int:
+    """What the working files of all ranks take together."""
+    each = 0.0
+    if run.offload.optimizer == "disk":
+        each += STORED[state_kind(run.train)] * len(
+            rule_of(run.train.optimizer, run.train.betas).states
+        ) + 2 * splits_masters(run)
+    if run.offload.parameters == "disk":
+        each += (2 if splits_masters(run) else 4) + 4  # the gradients are with them
+    return int(each * parameters)
+
+
+def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: Kind) -> float:
+    """The least share of the states that must leave the device, by an estimate of what a step needs besides them."""
+    if device.type != "cuda":
+        return 0.0  # host memory is the device's own
+    elements = sum(local(p).numel() for p in sharded.parameters.values())
+    rule = rule_of(run.train.optimizer, run.train.betas)
+    state = STORED[kind] * len(rule.states) + 2 * splits_masters(run)
+    micro = int(run.train.micro_batch_size)
+    lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and splits_masters(run)
+    gradients = (0 if run.train.in_backward else 2 if lean else 4) * elements
+    rings = (DEPTH * state + 24) * PIECE["cuda"]
+    used = torch.cuda.memory_allocated(device) + gradients + rings + activation_bytes(run, sharded)
+    room = ROOM * torch.cuda.get_device_properties(device).total_memory - used
+    return min(1.0, max(0.0, 1 - room / (state * elements)))
+
+
+def activation_bytes(run: Run, sharded: ShardedModel) -> float:
+    """About what the activations of one micro-batch take, logits and one gathered block included."""
+    config: Any = sharded.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    tokens = int(run.train.micro_batch_size) * run.data.sequence_length
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    block = tokens * (16 * config.hidden_size + 6 * inner)
+    blocks = (
+        config.num_hidden_layers * (block if run.recompute == "none" else 2 * tokens * config.hidden_size) + 2 * block
+    )
+    largest = max(sum(p.numel() for p in unit.parameters(recurse=True)) for unit in sharded.units[1:] or sharded.units)  # type: ignore[attr-defined]
+    return float(blocks + 14 * tokens * config.vocab_size + 12 * largest)

@@ -1,0 +1,89 @@
+"""One update of the parameters: unscale, norm, clip, step; or, eagerly, each parameter once its gradient is known.
+
+The loop and the engine call it once per optimizer step, after the last micro-batch's backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.stages import ShardedModel, local
+
+
+class Update:
+    """Steps an optimizer over a sharded model's parameters.
+
+    `eager` is the share of the parameters that is updated during backward, their gradients freed at once; the norm is
+    then known only afterwards, so there is no clipping and no loss scale. Only an offloaded optimizer tells 0.5 from 1.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        clip: float | None,
+        eager: float,
+        accumulates: bool = True,
+    ) -> None:
+        assert not (eager and (clip is not None or scaler.is_enabled())), "the config is checked before"
+        self.sharded, self.optimizer, self.scaler, self.clip, self.eager = sharded, optimizer, scaler, clip, eager
+        self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
+        self._squares: list[torch.Tensor] = []
+        if self._offloaded is not None:
+            self._offloaded.attach(sharded, self._known if eager else None, accumulates, eager)
+        elif eager:
+            for parameter in sharded.parameters.values():
+                parameter.register_post_accumulate_grad_hook(self._step_one)
+
+    def __call__(self) -> torch.Tensor:
+        """Updates the parameters, forgets the gradients, and returns their norm before clipping, on the device."""
+        norm = self._step()
+        self.optimizer.zero_grad()
+        self.sharded.updated()
+        return norm
+
+    def _step(self) -> torch.Tensor:
+        if self.eager:
+            self.optimizer.step()  # what got its gradient late, or none
+            return self._eager_norm()
+        self.scaler.unscale_(self.optimizer)
+        if self._offloaded is None:
+            norm = self.sharded.clip(self.clip)
+            self.scaler.step(self.optimizer)
+        else:
+            norm = self._offloaded.norm()
+            scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+            self.scaler.step(self.optimizer, scale=scale)
+        self.scaler.update()
+        return norm
+
+    def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """A gradient is complete: for the norm."""
+        self._squares.append(torch.linalg.vector_norm(local(gradient), dtype=torch.float32).square())
+
+    def _step_one(self, parameter: torch.Tensor) -> None:
+        if not self.sharded.last or parameter.grad is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        self._known(parameter, parameter.grad)
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        for group, params in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = [p for p in params if p is parameter]
+        self.optimizer.step()
+        for group, params in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+        parameter.grad = None
+
+    def _eager_norm(self) -> torch.Tensor:
+        squares, self._squares = self._squares, []
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.sharded.device)
+        shard = self.sharded.mesh["shard"]
+        if shard.size() > 1:
+            dist.all_reduce(total, group=shard.get_group())
+        return total.sqrt()
