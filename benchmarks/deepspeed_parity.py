@@ -129,7 +129,7 @@ def main() -> None:
             worst, recorded[case] = max(worst, whole["loss"], rest["loss"]), theirs
         if args.record is not None:
             args.record.parent.mkdir(parents=True, exist_ok=True)
-            args.record.write_text(json.dumps({"from": provenance(args.deepspeed_python), "cases": recorded}, indent=1))
+            args.record.write_text(json.dumps({"from": provenance(args.deepspeed_python), "cases": recorded}))
     print(f"largest difference of a loss: {worst:.1e} (bound {BOUND:.0e})")
     sys.exit(worst > BOUND)
 

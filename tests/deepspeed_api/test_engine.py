@@ -34,6 +34,11 @@ def test_surface() -> None:
         assert "nothing" in rank["mistakes"][2]
 
 
+def test_breakdown_is_printed() -> None:
+    for rank, said in enumerate(run_ranks(scenarios.breakdown, 2)):
+        assert ("'forward': " in said and "reduce_scatter" in said and "step 2" in said) == (rank == 0), said
+
+
 def test_fp16_overflow(cpu_precision_env: dict[str, str]) -> None:
     """Skipped updates are counted, the schedule waits for them, and two overflows halve the scale."""
     ranks = run_ranks(scenarios.overflow, 2, env=cpu_precision_env)

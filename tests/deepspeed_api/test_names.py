@@ -114,13 +114,15 @@ def test_optimizer_of_the_config() -> None:
 def test_config_is_read_and_settled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"train_batch_size": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True},
-                                "zero_optimization": {"stage": 3}, "wall_clock_breakdown": True}))  # fmt: skip
+                                "zero_optimization": {"stage": 3}, "wall_clock_breakdown": True,
+                                "csv_monitor": {"enabled": True, "output_path": "x"}}))  # fmt: skip
     values = read_config(None, SimpleNamespace(deepspeed_config=str(file)))
     settled = settle(values, 2)
     assert (settled.batch.train, settled.batch.micro, settled.batch.accumulate) == (8, 2, 2)
     assert settled.engine["parallel"]["zero"] == 3 and settled.engine["precision"] == "bf16"
     assert settled.engine["clip"] is None, "DeepSpeed does not clip unless told to"
-    assert any(row[0].startswith("wall_clock_breakdown") and row[1] == "no effect" for row in settled.account)
+    assert settled.engine["breakdown"]
+    assert any(row[0].startswith("csv_monitor") and row[1] == "no effect" for row in settled.account)
     with pytest.raises(UserError, match="given besides"):
         read_config({}, SimpleNamespace(deepspeed_config=str(file)))
     with pytest.raises(UserError, match="is missing"):

@@ -353,6 +353,17 @@ def surface() -> dict[str, Any]:
     return result
 
 
+def breakdown() -> str:
+    """What is printed with wall_clock_breakdown on."""
+    import contextlib
+    import io
+
+    engine = started(3, wall_clock_breakdown=True, steps_per_print=2)[0]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        go(engine, 0, 4)
+    return said.getvalue()
+
+
 def overflow() -> dict[str, Any]:
     """fp16 with a scale that overflows: updates are skipped, the schedule waits, the scale falls."""
     fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 2, "loss_scale_window": 100}

@@ -98,6 +98,10 @@ class DeepSpeedEngine(nn.Module):
                 f"step {self.global_steps}, skipped {self.skipped_steps}, rate {self.get_lr()}, mom {self.get_mom()}"
             )
             print(shown, flush=True)
+        if self._core.config.breakdown and self.global_steps % (every or 10) == 0:
+            told = self._core.breakdown()
+            if self.global_rank == 0:
+                print(f"  seconds per update {told['seconds']}\n  collectives {told['comms']}", flush=True)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the parameters."""

@@ -17,7 +17,8 @@ from shardwise.engine import EngineConfig
 from shardwise.errors import UserError
 
 BUILT_HERE = ("optimizer", "scheduler")
-TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.schedule", "train.warmup", "log.every")
+TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.schedule", "train.warmup", "log.every",
+         "log.breakdown", "log.comms")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def settle(config: dict[str, Any], ranks: int) -> Settings:
     batch = Batch(found.train, found.micro, found.rounds)
     values = {key: value for key, value in done.values.items() if key in EngineConfig.model_fields}
     values |= {"accumulate": batch.accumulate, "clip": done.values.get("train", {}).get("clip")}
+    log = done.values.get("log", {})
+    values["breakdown"] = bool(log.get("breakdown") or log.get("comms"))
     account = [line(entry) for entry in done.account if entry.given]
     for path, value in _leaves({k: v for k, v in done.values.items() if k not in values}):
         if path in TAKEN or value == default_of(path):
