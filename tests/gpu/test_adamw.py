@@ -33,9 +33,9 @@ def test_split_adamw(scaled: bool) -> None:
     hyper = Hyper(1e-3, (0.9, 0.95), 1e-8, 0.1, 7)
     split_adamw_reference(expected[0], expected[1], gradient, expected[2], expected[3], scale, hyper)
     split_adamw(high, low, gradient, mean, square, scale, hyper)
-    torch.testing.assert_close(join(high, low), join(expected[0], expected[1]), rtol=3e-6, atol=1e-9)
-    torch.testing.assert_close(mean, expected[2], rtol=1e-6, atol=1e-10)
-    torch.testing.assert_close(square, expected[3], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(join(high, low), join(expected[0], expected[1]), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(mean, expected[2], rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(square, expected[3], rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize("split", [False, True])

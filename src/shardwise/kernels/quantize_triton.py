@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from shardwise.kernels.quantize_reference import BLOCK, FRACTION, GOLDEN, HEADROOM, LARGEST, packed_bytes
 
@@ -44,13 +45,13 @@ def _write(
     broken = tl.sum((low != low).to(tl.int32) + (high != high).to(tl.int32), 1) > 0
     scale = tl.where(broken, float("nan"), most * ROOM).to(tl.bfloat16)
     step = scale.to(tl.float32)
-    inverse = tl.where(step > 0, 1.0 / step, 0.0)[:, None]
+    inverse = tl.where(step > 0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step), 0.0)[:, None]
     low, high = low * inverse, high * inverse
     if RANDOM:
         noise_low, noise_high = _noise(noise_at + block, seed, HALF, GOLD, UNIT)
         low, high = tl.floor(low + noise_low), tl.floor(high + noise_high)
     else:
-        low, high = _nearest(low), _nearest(high)
+        low, high = libdevice.rint(low), libdevice.rint(high)  # half to even, as torch.round
     low = tl.minimum(tl.maximum(low, -LIMIT), LIMIT).to(tl.int32)
     high = tl.minimum(tl.maximum(high, -LIMIT), LIMIT).to(tl.int32)
     mine = block < blocks
@@ -63,12 +64,6 @@ def _write(
         place = block.to(tl.int64)[:, None] * (2 * HALF) + j[None, :]
         tl.store(out + place, (low & 255).to(tl.uint8), mask=mine[:, None])
         tl.store(out + place + HALF, (high & 255).to(tl.uint8), mask=mine[:, None])
-
-
-@triton.jit
-def _nearest(x):
-    """Half to even, as torch.round: adding and taking away 1.5 × 2²³ leaves a whole number for |x| < 2²²."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
