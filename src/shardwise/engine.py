@@ -24,18 +24,23 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
-from shardwise.config.resolve import check_plusplus
-from shardwise.config.schema import LossScale, Parallel, Section
+from shardwise.config.resolve import check_places, check_plusplus
+from shardwise.config.schema import LossScale, Offload, Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks, materialise
+from shardwise.models.weights import fill_local
 from shardwise.observe.breakdown import timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.optim.build import decay_groups
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
+from shardwise.zero.disk import DiskFolder
+from shardwise.zero.entries import masters
+from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
+from shardwise.zero.policy import EAGER, offload_given, store_in_bf16
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.update import Update
 
@@ -55,7 +60,19 @@ class EngineConfig(Section):
     )
     weight_decay: Number = Field(0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own")
     timeout: Duration = Field(600.0, gt=0, description="longest wait for another rank")
+    offload: Offload = Field(Offload(), description="what is kept off the device; AdamW alone can be")
     breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether parameters are kept in bf16, the rest of their fp32 masters with the optimizer's states."""
+        return self.offload.optimizer != "none" and self.precision == "bf16"
+
+    @property
+    def eager_share(self) -> float:
+        """The share of the parameters updated during backward."""
+        free = self.clip is None and self.precision != "fp16"
+        return EAGER if self.offload.optimizer != "none" and free else 0.0
 
 
 class Engine:
@@ -66,9 +83,13 @@ class Engine:
     ) -> None:
         self.config, self.world = config, world
         before = dict(model.named_parameters())
+        values: dict[str, torch.Tensor] = {}
         if fill is None:
             model.to(world.device)
             _copy_from_first(model)
+            if config.splits_masters:
+                values = {n: p.detach() for n, p in model.named_parameters()}
+                store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
         shard_model(
             model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
@@ -80,13 +101,28 @@ class Engine:
         install_collectives(self.sharded, config.parallel, world, config.timeout)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
+        if config.offload.optimizer != "none":
+            self.optimizer = self._offloaded(self.optimizer, values)
+            values = {}
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
-        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, 0.0, config.accumulate > 1)
+        # A user may accumulate more than was said (set_gradient_accumulation_boundary), so gradients are kept in fp32.
+        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, config.eager_share)
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
         self.accumulate = config.accumulate
         self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates
         self.grad_norm: torch.Tensor | None = None
         watch_collectives(model, self.timer)
+
+    def _offloaded(self, built: torch.optim.Optimizer, values: dict[str, torch.Tensor]) -> OffloadedOptimizer:
+        """The same optimizer with its states (and, at stage 3, the parameters) where the config wants them."""
+        config, world = self.config, self.world
+        disk = None
+        if "disk" in (config.offload.optimizer, config.offload.parameters):
+            disk = DiskFolder(Path(config.offload.disk or "offload").expanduser().absolute(), world.rank)
+        result = offload_given(built, config.offload, self.sharded, world.device, disk, bool(values))
+        for name, rows in masters(result).items() if values else ():
+            fill_local(self.sharded.parameters[name], values[name], rows)
+        return result
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -193,6 +229,7 @@ def initialize(
     if ranks % shard:
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
     check_plusplus(checked.parallel, ranks)
+    check_places(checked.offload, checked.parallel.zero, checked.precision)
     if not cuda:
         _check_cpu(checked.precision)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.schema import Parallel, Run
+from shardwise.config.schema import Offload, Parallel, Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import shard_size
 
@@ -170,13 +170,18 @@ def _check_offload(run: Run) -> None:
         raise UserError(
             "offload.optimizer", offload.optimizer, problem, f"use optimizer: {', '.join(ELEMENTWISE)}, or offload none"
         )
-    if offload.parameters != "none" and run.parallel.zero != 3:
-        problem = f"stage {run.parallel.zero} holds all parameters on the device"
+    check_places(offload, run.parallel.zero, run.precision)
+
+
+def check_places(offload: Offload, zero: int, precision: str) -> None:
+    """What may be where; for runs and for loops of one's own."""
+    if offload.parameters != "none" and zero != 3:
+        problem = f"stage {zero} holds all parameters on the device"
         raise UserError("offload.parameters", offload.parameters, problem, "set parallel.zero: 3")
     if offload.parameters != "none" and offload.optimizer == "none":
         problem = "the optimizer's states would be larger than what leaves the device"
         raise UserError("offload.parameters", offload.parameters, problem, "set offload.optimizer: cpu or disk too")
-    if offload.parameters != "none" and run.precision == "fp16":
+    if offload.parameters != "none" and precision == "fp16":
         problem = "gradients off the device cannot be checked for fp16's overflow"
         raise UserError("offload.parameters", offload.parameters, problem, "use precision: bf16 or fp32")
     if offload.disk is not None and "disk" not in (offload.optimizer, offload.parameters):

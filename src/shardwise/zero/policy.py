@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.config.schema import Run
+from shardwise.config.schema import Offload, Run
+from shardwise.errors import UserError
 from shardwise.optim.build import decay_groups, state_kind
 from shardwise.optim.codecs import Kind
 from shardwise.optim.rules import rule_of
@@ -54,9 +55,6 @@ def offload_optimizer(
 ) -> OffloadedOptimizer:
     """The optimizer that a run asks for, with its states off the device."""
     train = run.train
-    blocks = {id(p) for unit in sharded.units[1:] for p in unit.parameters()}  # type: ignore[attr-defined]
-    # The root's own parameters (embedding, head) are gathered at the start of the forward: they come first.
-    named = sorted(sharded.parameters.items(), key=lambda item: id(item[1]) in blocks)
     kind = state_kind(train)
     defaults = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
     ratio = run.offload.ratio
@@ -70,9 +68,45 @@ def offload_optimizer(
         sharded.on_update.append(shelf.renew)
     groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
     return OffloadedOptimizer(
-        groups, dict(named), rule_of(train.optimizer, train.betas), kind, defaults, device, float(ratio),
+        groups, _in_order(sharded), rule_of(train.optimizer, train.betas), kind, defaults, device, float(ratio),
         disk if offload.optimizer == "disk" else None, splits_masters(run), shelf, on_disk,
     )  # fmt: skip
+
+
+def offload_given(
+    given: torch.optim.Optimizer,
+    offload: Offload,
+    sharded: ShardedModel,
+    device: torch.device,
+    disk: DiskFolder | None,
+    split: bool,
+) -> OffloadedOptimizer:
+    """An optimizer of the user's own that has not stepped, with its states off the device; its groups are kept."""
+    decoupled = all(g.get("decoupled_weight_decay", True) or not g["weight_decay"] for g in given.param_groups)
+    plain = not any(g.get("amsgrad") or g.get("maximize") for g in given.param_groups)
+    if not (isinstance(given, torch.optim.Adam) and decoupled and plain):
+        problem = f"only AdamW can be offloaded in your own loop, not {type(given).__name__} with these settings"
+        raise UserError("config.offload.optimizer", offload.optimizer, problem, "use AdamW, or offload.optimizer: none")
+    on_disk = disk if offload.parameters == "disk" else None
+    shelf = None
+    if offload.parameters != "none":
+        values = {p: local(p).clone() for p in sharded.parameters.values()}
+        shelf = Shelf(sharded.units, device, on_disk)
+        for parameter, value in values.items():
+            shelf.view(parameter).copy_(value)
+        sharded.on_update.append(shelf.renew)
+    return OffloadedOptimizer(
+        given.param_groups, _in_order(sharded), rule_of("adamw", (0.9, 0.999)), "fp32", given.defaults, device,
+        1.0 if offload.ratio == "auto" else float(offload.ratio), disk if offload.optimizer == "disk" else None, split,
+        shelf, on_disk,
+    )  # fmt: skip
+
+
+def _in_order(sharded: ShardedModel) -> dict[str, nn.Parameter]:
+    """The parameters in the order of the forward, the root's own (embedding, head), gathered at its start, first."""
+    inner: list[Any] = list(sharded.units[1:])
+    blocks = {id(p) for unit in inner for p in unit.parameters()}
+    return dict(sorted(sharded.parameters.items(), key=lambda item: id(item[1]) in blocks))
 
 
 def disk_bytes(run: Run, parameters: int) -> int:
