@@ -73,13 +73,42 @@ def _adamw(p, g, m, v, shrink, rate, beta1, beta2, root, eps):
     return p, m, v
 
 
+@triton.jit
+def _weight(param, low, at, mask, SPLIT: tl.constexpr):
+    """A master: whole, or a bf16 weight (seen as int16) and its low half; see zero/master.py."""
+    if SPLIT:
+        upper = tl.load(param + at, mask, 0).to(tl.int32) << 16
+        return (upper + tl.load(low + at, mask, 0).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(param + at, mask, 0.0)
+
+
+@triton.jit
+def _keep(param, low, at, mask, value, SPLIT: tl.constexpr):
+    if SPLIT:
+        upper = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        rest = value.to(tl.int32, bitcast=True) - (upper.to(tl.int32) << 16)
+        tl.store(param + at, upper, mask)
+        tl.store(low + at, tl.minimum(rest, 32767).to(tl.int16), mask)
+    else:
+        tl.store(param + at, value, mask)
+
+
+@triton.jit
+def _gradient(grad, scale, at, mask, SCALED: tl.constexpr):
+    g = tl.load(grad + at, mask, 0.0).to(tl.float32)
+    if SCALED:
+        g = g * tl.load(scale)
+    return g
+
+
 @triton.jit(do_not_specialize=["offset", "seed1", "seed2"])
 def _kernel_8bit(
-    param, grad, codes1, scales1, codes2, scales2,
+    param, low, grad, scale, codes1, scales1, codes2, scales2,
     rows, cols, per_row, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
     M1: tl.constexpr, LEAST1: tl.constexpr, FLOOR1: tl.constexpr, TOP1: tl.constexpr, PEAK1: tl.constexpr,
     M2: tl.constexpr, LEAST2: tl.constexpr, FLOOR2: tl.constexpr, TOP2: tl.constexpr, PEAK2: tl.constexpr,
-    SIZE: tl.constexpr, COUNT: tl.constexpr,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     there = block < rows * per_row
@@ -91,9 +120,9 @@ def _kernel_8bit(
     s2 = tl.load(scales2 + block, there, 0.0)[:, None]
     m = _decoded_first(tl.load(codes1 + at, mask, 0).to(tl.int32), s1, M1, LEAST1, FLOOR1)
     v = _decoded_second(tl.load(codes2 + at, mask, 0).to(tl.int32), s2, M2, LEAST2)
-    p, g = tl.load(param + at, mask, 0.0), tl.load(grad + at, mask, 0.0)
+    p, g = _weight(param, low, at, mask, SPLIT), _gradient(grad, scale, at, mask, SCALED)
     p, m, v = _adamw(p, g, m, v, shrink, rate, beta1, beta2, root, eps)
-    tl.store(param + at, p, mask)
+    _keep(param, low, at, mask, p, SPLIT)
     s1 = tl.max(tl.where(mask, tl.abs(m), 0.0), 1) / PEAK1
     s2 = tl.max(tl.where(mask, v, 0.0), 1) / PEAK2
     tl.store(scales1 + block, s1, there)
@@ -107,11 +136,11 @@ def _kernel_8bit(
 
 @triton.jit(do_not_specialize=["offset", "seed1", "seed2"])
 def _kernel_4bit(
-    param, grad, codes1, scales1, codes2, scales2,
+    param, low, grad, scale, codes1, scales1, codes2, scales2,
     rows, cols, per_row, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
     M1: tl.constexpr, LEAST1: tl.constexpr, FLOOR1: tl.constexpr, TOP1: tl.constexpr, PEAK1: tl.constexpr,
     M2: tl.constexpr, LEAST2: tl.constexpr, FLOOR2: tl.constexpr, TOP2: tl.constexpr, PEAK2: tl.constexpr,
-    SIZE: tl.constexpr, COUNT: tl.constexpr,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """As the one above; a byte holds an even column and the odd one after it, which are worked on side by side."""
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -129,12 +158,12 @@ def _kernel_4bit(
     m_b = _decoded_first(((both1 >> 4) ^ 8) - 8, s1, M1, LEAST1, FLOOR1)
     v_a = _decoded_second(both2 & 15, s2, M2, LEAST2)
     v_b = _decoded_second(both2 >> 4, s2, M2, LEAST2)
-    p_a, g_a = tl.load(param + a, mask_a, 0.0), tl.load(grad + a, mask_a, 0.0)
-    p_b, g_b = tl.load(param + b, mask_b, 0.0), tl.load(grad + b, mask_b, 0.0)
+    p_a, g_a = _weight(param, low, a, mask_a, SPLIT), _gradient(grad, scale, a, mask_a, SCALED)
+    p_b, g_b = _weight(param, low, b, mask_b, SPLIT), _gradient(grad, scale, b, mask_b, SCALED)
     p_a, m_a, v_a = _adamw(p_a, g_a, m_a, v_a, shrink, rate, beta1, beta2, root, eps)
     p_b, m_b, v_b = _adamw(p_b, g_b, m_b, v_b, shrink, rate, beta1, beta2, root, eps)
-    tl.store(param + a, p_a, mask_a)
-    tl.store(param + b, p_b, mask_b)
+    _keep(param, low, a, mask_a, p_a, SPLIT)
+    _keep(param, low, b, mask_b, p_b, SPLIT)
     largest = tl.maximum(tl.where(mask_a, tl.abs(m_a), 0.0), tl.where(mask_b, tl.abs(m_b), 0.0))
     s1 = tl.max(largest, 1) / PEAK1
     s2 = tl.max(tl.maximum(tl.where(mask_a, v_a, 0.0), tl.where(mask_b, v_b, 0.0)), 1) / PEAK2
@@ -150,9 +179,12 @@ def _kernel_4bit(
 
 def adamw(
     param: Tensor, grad: Tensor, first: Parts, second: Parts, codecs: tuple[Blockwise, Blockwise],
-    seeds: tuple[int, int], offset: int, hyper: Hyper,
+    seeds: tuple[int, int], offset: int, hyper: Hyper, low: Tensor | None = None, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One step of AdamW on a [rows, cols] piece and its coded moments, in place."""
+    """One step of AdamW on a [rows, cols] piece and its coded moments, in place.
+
+    With `low`, the parameter is bf16 and the rest of its fp32 master lies there. `scale` multiplies the gradient first.
+    """
     rows, cols = param.shape
     one, two = codecs
     assert one.bits == two.bits and one.signed and not two.signed and one.stochastic and two.stochastic
@@ -163,11 +195,12 @@ def adamw(
     kernel = _kernel_8bit if one.bits == 8 else _kernel_4bit
     with torch.cuda.device(param.device) if param.is_cuda else torch.device("cpu"):
         kernel[(triton.cdiv(rows * per_row, BLOCKS),)](
-            param, grad, first["codes"], first["scales"], second["codes"], second["scales"],
+            param if low is None else param.view(torch.int16), param if low is None else low, grad,
+            grad if scale is None else scale, first["codes"], first["scales"], second["codes"], second["scales"],
             rows, cols, per_row, wrapped(offset), wrapped(seeds[0]), wrapped(seeds[1]),
             1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), beta1, beta2,
             (1 - beta2**hyper.step) ** 0.5, hyper.eps,
             one.mantissa, one.least, one.floor, one.top, one.peak,
             two.mantissa, two.least, two.floor, two.top, two.peak,
-            BLOCK, BLOCKS, num_warps=8,
+            BLOCK, BLOCKS, low is not None, scale is not None, num_warps=8,
         )  # fmt: skip

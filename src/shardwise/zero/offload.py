@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.kernels.adamw import coded_adamw, split_adamw
-from shardwise.optim.codecs import FIRST, FP32, Kind, mix
+from shardwise.kernels.adamw import split_adamw
+from shardwise.optim.codecs import FP32, Blockwise, Kind, mix
 from shardwise.optim.rules import RULES, Hyper, Rule
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.gradients import GradientShelf, Take, take_gradients
@@ -272,9 +272,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if low is not None and codecs["exp_avg"] is FP32:
                 split_adamw(high, low, gradient, mean[""], square[""], scale, hyper)
                 return
-            if codecs["exp_avg"] is FIRST["8bit"] and coded_adamw(
-                high, low, gradient, mean, square, scale, hyper, (seeds[0], seeds[1]), segment.offset
-            ):
+            if high.is_cuda and isinstance(codecs["exp_avg"], Blockwise):
+                from shardwise.optim import fused  # imports Triton
+
+                flat = (len(high), -1)
+                fused.adamw(
+                    high.view(flat), gradient.view(flat), mean, square, (codecs["exp_avg"], codecs["exp_avg_sq"]),
+                    (seeds[0], seeds[1]), segment.offset, hyper, low, scale,
+                )  # fmt: skip
                 return
         gradient = gradient.float() if scale is None else gradient.float() * scale
         master = high if low is None else join(high, low)
