@@ -277,7 +277,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
                 flat = (len(high), -1)
                 fused.adamw(
-                    high.view(flat), gradient.view(flat), mean, square, (codecs["exp_avg"], codecs["exp_avg_sq"]),
+                    high.view(flat), gradient.view(flat), mean, square, (codecs["exp_avg"], codecs["exp_avg_sq"]),  # type: ignore[arg-type]
                     (seeds[0], seeds[1]), segment.offset, hyper, low, scale,
                 )  # fmt: skip
                 return
