@@ -25,6 +25,7 @@ from shardwise.observe.tables import Tables
 from shardwise.optim.schedules import set_rates
 from shardwise.train.control import Control
 from shardwise.train.meter import not_finite
+from shardwise.train.objective import fast_attention
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
 
@@ -120,10 +121,11 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
     summed = torch.zeros((), device=parts.world.device)
     for index, micro in enumerate(batch.micro_batches):
         parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
-        with parts.timer.region("forward"):
-            loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
-        with parts.timer.region("backward"):
-            parts.scaler.scale(loss * scale).backward()
+        with fast_attention(parts.world.device):
+            with parts.timer.region("forward"):
+                loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
+            with parts.timer.region("backward"):
+                parts.scaler.scale(loss * scale).backward()
         summed += loss.detach()
     return summed
 
