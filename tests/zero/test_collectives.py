@@ -59,7 +59,8 @@ def test_reduce(ranks: int, shard: int, node: int) -> None:
         for (n, _, repeats), result in zip(cases, results, strict=True):
             scale = result["exact"].norm()
             error = (result["one"] - result["exact"]).norm() / scale
-            assert error < 0.35 or n == 1, "a normal variable, rounded at random to ±7 steps: 16% a hop"
+            # A normal variable rounded at random to ±7 steps: 16.7% in one hop, 23.7% in two; a single block varies.
+            assert error < (0.28 if n > 1000 else 0.5) or n == 1
             if repeats > 1:
                 bias = (result["mean"] - result["exact"]).norm() / scale
                 assert bias < error / 5, "64 of them make it an eighth"
