@@ -45,14 +45,14 @@ def tokenizer(folder: Path) -> str:
 def run_of(tmp: Path, layers: int, hidden: int, steps: int, name: str, **more: Any) -> dict[str, Any]:
     """A Llama of this many blocks, some steps of two short sequences, one checkpoint and the export at the end."""
     config = {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "vocab_size": 257,
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "vocab_size": 257,
         "max_position_embeddings": 512, "tie_word_embeddings": True,
     }  # fmt: skip
     return {
         "model": {"config": config, "tokenizer": str(tmp / "tokenizer")},
         "data": {"train": str(tmp / "data.txt"), "sequence_length": 64},
-        "train": {"steps": steps, "batch_size": 2, "micro_batch_size": 1, "warmup": 0, "learning_rate": 1e-4},
+        "train": {"steps": steps, "batch_size": 2, "micro_batch_size": 2, "warmup": 0, "learning_rate": 1e-4},
         "precision": "fp32", "device": "cpu", "parallel": {"zero": 3}, "recompute": "full",
         "log": {"every": 1}, "export": {"shard_size": "128MiB"}, "output": str(tmp / name), "resume": "never",
     } | more  # fmt: skip
@@ -139,7 +139,8 @@ def compare(tmp: Path, layers: int, hidden: int, steps: int, cap: int) -> dict[s
         shutil.rmtree(tmp / name)
     return {
         "parameters": parameters, "states_gib": round(STATES * parameters / GIB, 3), "cap_gib": round(cap / GIB, 3),
-        "states_over_cap": round(STATES * parameters / cap, 2), "equal": results["memory"]["losses"] == results["disk"]["losses"],
+        "states_over_cap": round(STATES * parameters / cap, 2),
+        "equal": results["memory"]["losses"] == results["disk"]["losses"],
         "own_peak_gib": {name: r["own_peak_gib"] for name, r in results.items()},
     }  # fmt: skip
 
