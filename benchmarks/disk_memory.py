@@ -1,11 +1,12 @@
 """Trains a model whose states are several times the memory it may use: parameters, gradients and moments on disk.
 
-    python benchmarks/disk_memory.py                 # 434 M parameters (6.5 GiB of states) in 1.5 GiB: some minutes
-    python benchmarks/disk_memory.py --layers 4 --cap 0.9 --steps 2
+    python benchmarks/disk_memory.py                 # 387 M parameters (5.8 GiB of states) in 1.3 GiB: some minutes
+    python benchmarks/disk_memory.py --layers 4 --cap 1.1 --steps 2
 
 The same run first in memory and without a limit, then with everything on disk in a memory cgroup (v1 or v2, nested in
-this process's own; needs root), which the kernel enforces: Python, PyTorch, activations, buffers and page cache count.
-The losses must be equal to the bit. Prints one line of JSON per run and one that compares them.
+this process's own; needs root), which the kernel enforces: Python, PyTorch, activations, buffers, page cache count.
+The first ends after its last step: it serves for its losses, which must be equal to the bit. Prints a line of JSON for
+each run and one that compares them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -46,8 +46,8 @@ def run_of(tmp: Path, layers: int, hidden: int, steps: int, name: str, **more: A
     """A Llama of this many blocks, some steps of two short sequences, one checkpoint and the export at the end."""
     config = {
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 11 // 4,
-        "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "vocab_size": 257,
-        "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64,
+        "vocab_size": 257, "max_position_embeddings": 512, "tie_word_embeddings": True,
     }  # fmt: skip
     return {
         "model": {"config": config, "tokenizer": str(tmp / "tokenizer")},
@@ -86,7 +86,15 @@ def peak_of(group: Path) -> int:
     return 0
 
 
-def train(file: Path, group: Path | None = None) -> dict[str, Any]:
+def losses_in(output: Path) -> list[float]:
+    """What metrics.jsonl holds so far."""
+    with contextlib.suppress(OSError, ValueError):
+        records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        return [r["loss"] for r in records if r["kind"] == "train"]
+    return []
+
+
+def train(file: Path, output: Path, group: Path | None = None, until: int | None = None) -> dict[str, Any]:
     """The real command as one rank without a supervisor; the most of its own memory it held, and its losses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -104,22 +112,22 @@ def train(file: Path, group: Path | None = None) -> dict[str, Any]:
 
     def watch() -> None:
         while process.poll() is None:
-            with contextlib.suppress(OSError, ValueError, StopIteration):
+            with contextlib.suppress(OSError, ValueError):
                 lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                peak[0] = max(peak[0], 1024 * int(next(x for x in lines if x.startswith("RssAnon")).split()[1]))
+                own = [int(x.split()[1]) for x in lines if x.startswith(("RssAnon", "RssShmem"))]
+                peak[0] = max(peak[0], 1024 * sum(own))
+            if until is not None and len(losses_in(output)) == until:
+                process.kill()  # its copy for a checkpoint in the background would be as large as its states
             time.sleep(0.05)
 
     threading.Thread(target=watch, daemon=True).start()
     out, _ = process.communicate()
-    if process.returncode:
+    if process.returncode and until is None:
         raise SystemExit(f"exit code {process.returncode}:\n{out[-3000:]}")
-    import yaml
-
-    output = Path(yaml.safe_load(file.read_text())["output"])
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    losses = [r["loss"] for r in records if r["kind"] == "train"]
     result = {"seconds": round(time.perf_counter() - started, 1), "own_peak_gib": round(peak[0] / GIB, 3)}
-    return result | ({"cgroup_peak_gib": round(peak_of(group) / GIB, 3)} if group else {}) | {"losses": losses}
+    return (
+        result | ({"cgroup_peak_gib": round(peak_of(group) / GIB, 3)} if group else {}) | {"losses": losses_in(output)}
+    )
 
 
 def compare(tmp: Path, layers: int, hidden: int, steps: int, cap: int) -> dict[str, Any]:
@@ -133,10 +141,9 @@ def compare(tmp: Path, layers: int, hidden: int, steps: int, cap: int) -> dict[s
         file = tmp / f"{name}.yaml"
         file.write_text(yaml.safe_dump(run_of(tmp, layers, hidden, steps, name, **more)))
         with capped(cap) if name == "disk" else contextlib.nullcontext() as group:
-            results[name] = train(file, group)
+            results[name] = train(file, tmp / name, group, steps if group is None else None)
         print(json.dumps({"run": name} | results[name]), flush=True)
-        parameters = parameters_of(tmp / name / "model")
-        shutil.rmtree(tmp / name)
+    parameters = parameters_of(tmp / "disk" / "model")
     return {
         "parameters": parameters, "states_gib": round(STATES * parameters / GIB, 3), "cap_gib": round(cap / GIB, 3),
         "states_over_cap": round(STATES * parameters / cap, 2),
@@ -162,10 +169,10 @@ def parameters_of(folder: Path) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=34)
+    parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--cap", type=float, default=1.5, help="GiB")
+    parser.add_argument("--cap", type=float, default=1.3, help="GiB")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = compare(Path(folder), given.layers, given.hidden, given.steps, int(given.cap * GIB))
