@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,37 @@ MISTAKES = [
             "[1, 2]", {"ranks": 4, "parallel.secondary_shard": 4, "parallel.shard": 2, "parallel.zero": 3}),
     Mistake("int8 weights at stage 0", ("parallel.quantize_weights = True", "gathers no weights"), "1, 2 or 3",
             {"ranks": 2, "parallel.quantize_weights": True, "parallel.zero": 0}),
+    Mistake("parameters offloaded below stage 3", ("offload.parameters = 'cpu'", "stage 2 holds all parameters"),
+            "zero: 3", {"parallel.zero": 2, "offload.optimizer": "cpu", "offload.parameters": "cpu"}),
+    Mistake("parameters offloaded before the optimizer", ("offload.parameters = 'disk'", "optimizer's states"),
+            "offload.optimizer: cpu or disk", {"parallel.zero": 3, "offload.parameters": "disk"}),
+    Mistake("parameters offloaded in fp16", ("offload.parameters = 'cpu'", "overflow"), "bf16 or fp32",
+            {"parallel.zero": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu", "precision": "fp16"}),
+    Mistake("a folder and nothing on disk", ("offload.disk = 'scratch'", "nothing is offloaded to disk"),
+            "offload.optimizer: disk", {"offload.optimizer": "cpu", "offload.disk": "scratch"}),
+    Mistake("a share of nothing", ("offload.ratio = 0.5", "no optimizer state leaves"), "offload.optimizer: cpu",
+            {"offload.ratio": 0.5}),
+    Mistake("a share over one", ("offload.ratio = '150%'", "less than or equal to 1"), "of the optimizer's states",
+            {"offload.optimizer": "cpu", "offload.ratio": "150%"}),
+    Mistake("a disk of another name", ("offload.optimizer = 'nvme'", "'disk'"), "use one of",
+            {"offload.optimizer": "nvme"}),
+    Mistake("muon offloaded", ("offload.optimizer = 'cpu'", "muon looks at whole matrices"), "adamw",
+            {"offload.optimizer": "cpu", "train.optimizer": "muon"}),
+    Mistake("activations without recomputation", ("offload.activations = 'cpu'", "recompute is none"),
+            "recompute: full", {"offload.activations": "cpu"}),
+    Mistake("offload to a file", ("offload.disk = ", "chat.jsonl", "cannot be written"), "you may write to",
+            {"offload.optimizer": "disk", "offload.disk": "chat.jsonl"}),
+    Mistake("offload into a file", ("offload.disk = ", "chat.jsonl/scratch", "cannot be written"), "you may write to",
+            {"offload.optimizer": "disk", "offload.disk": "chat.jsonl/scratch"}),
+    Mistake("in backward with clipping", ("train.in_backward = True", "norm of all gradients"), "train.clip: null",
+            {"train.in_backward": True}),
+    Mistake("in backward with fp16", ("train.in_backward = True", "loss scale"), "bf16 or fp32",
+            {"train.in_backward": True, "train.clip": None, "precision": "fp16"}),
+    Mistake("in backward with muon", ("train.in_backward = True", "muon works over all ranks"), "adamw",
+            {"train.in_backward": True, "train.clip": None, "train.optimizer": "muon"}),
+    Mistake("bucket of nothing", ("parallel.bucket = 0",), "largest buffer", {"parallel.bucket": 0}),
+    Mistake("bucket in an unknown unit", ("parallel.bucket = '200 blocks'",), "largest buffer",
+            {"parallel.bucket": "200 blocks"}),
     Mistake("int4 gradients at stage 0", ("parallel.quantize_gradients = True", "all-reduces"), "1, 2 or 3",
             {"ranks": 2, "parallel.quantize_gradients": True, "parallel.zero": 0}),
     Mistake("cuda without a GPU", ("device = 'cuda'", "no CUDA device"), "device: cpu", {"device": "cuda"}),
@@ -377,6 +409,61 @@ def test_mistake(
     assert all(words in lines[0] for words in rest), f"{rest} not in:\n{err}"
     assert lines[1].startswith("  → ") and mistake.remedy in lines[1], f"{mistake.remedy!r} not in:\n{err}"
     assert everything(folder) == before, "something was written"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KiB; the model's states take some megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small disk")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("where", [("disk", "none"), ("cpu", "disk"), ("disk", "disk")], ids="+".join)
+def test_a_full_disk(folder: Path, small_disk: Path, where: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Told before any process starts, with nothing left there."""
+    changes = {"offload.optimizer": where[0], "offload.parameters": where[1], "parallel.zero": 3}
+    (folder / "run.yaml").write_text(run_file(changes | {"offload.disk": str(small_disk / "scratch")}))
+    before = everything(folder)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main(["train", "run.yaml"])
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert left.value.code == 2 and len(lines) == 2, lines
+    assert lines[0].startswith(f"error: offload.disk = '{small_disk}/scratch': has 0.00 GiB free"), lines
+    assert lines[1].startswith("  → free some space")
+    assert everything(folder) == before and not list(small_disk.iterdir())
+
+
+def test_a_disk_that_fills_up_before_the_first_step(small_disk: Path) -> None:
+    """Room is reserved, not hoped for: what another has taken since the check is found when the files are made."""
+    from shardwise.errors import UserError
+    from shardwise.zero.disk import DiskFolder
+
+    with DiskFolder(small_disk / "scratch", 0, 1) as disk:
+        disk.create("first.bin", 100_000)
+        with pytest.raises(UserError, match="No space left on device"):
+            disk.create("second.bin", 1_000_000)
+    assert not list(small_disk.iterdir())
+
+
+def test_a_folder_in_use(tmp_path: Path) -> None:
+    """Two runs in one folder would write over each other's states."""
+    from shardwise.errors import UserError
+    from shardwise.zero.disk import DiskFolder
+
+    with DiskFolder(tmp_path / "scratch", 0, 2) as first:
+        file = first.create("optimizer.bin", 10_000)
+        file.mapped(0, 10_000).fill_(7)
+        with DiskFolder(tmp_path / "scratch", 0, 1) as second, pytest.raises(UserError, match="another run works"):
+            second.create("optimizer.bin", 10_000)
+        DiskFolder(tmp_path / "scratch", 0, 0)  # of fewer ranks: rank 0's files look left over, but are in use
+        assert (file.mapped(0, 10_000) == 7).all() and file.path.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_run_without_a_mistake_is_fine(folder: Path) -> None:

@@ -118,7 +118,7 @@ class Engine:
         config, world = self.config, self.world
         disk = None
         if "disk" in (config.offload.optimizer, config.offload.parameters):
-            disk = DiskFolder(Path(config.offload.disk or "offload").expanduser().absolute(), world.rank)
+            disk = DiskFolder(Path(config.offload.disk or "offload").expanduser().absolute(), world.rank, world.size)
         result = offload_given(built, config.offload, self.sharded, world.device, disk, bool(values))
         for name, rows in masters(result).items() if values else ():
             fill_local(self.sharded.parameters[name], values[name], rows)

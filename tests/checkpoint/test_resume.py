@@ -26,13 +26,16 @@ def the_run(tmp: Path, steps: int, name: str, **changes: object) -> dict:
     )
 
 
-def killed_again_and_again(tmp: Path, steps: int, kills: int, seed: int) -> None:
+DISK = {"offload": {"optimizer": "disk", "parameters": "disk"}}
+
+
+def killed_again_and_again(tmp: Path, steps: int, kills: int, seed: int, **changes: object) -> None:
     """kill -9 of a random rank at a random step, `kills` times; losses bit-identical to an uninterrupted run."""
     draw = random.Random(seed)
-    whole = cli.write_run(tmp / "whole", the_run(tmp, steps, "whole"))
+    whole = cli.write_run(tmp / "whole", the_run(tmp, steps, "whole"))  # nothing offloaded
     code, _, err = cli.train(whole)
     assert code == 0, err
-    file = cli.write_run(tmp / "killed", the_run(tmp, steps, "killed"))
+    file = cli.write_run(tmp / "killed", the_run(tmp, steps, "killed", **changes))
     moments = sorted(draw.sample(range(1, steps), kills))
     for moment in moments:
         rank = draw.randrange(2)
@@ -43,9 +46,14 @@ def killed_again_and_again(tmp: Path, steps: int, kills: int, seed: int) -> None
         assert code == 1, err
         assert f"rank {rank} failed at step" in err and "SIGKILL" in err and f"rank-{rank}.log" in err, err
         assert "Traceback" not in err
+        assert not (tmp / "killed/offload").exists(), "the working files of a killed rank are removed"
+        if changes:  # what a supervisor that was killed too would leave; it is never trusted
+            (tmp / "killed/offload/rank-1").mkdir(parents=True)
+            (tmp / "killed/offload/rank-1/parameters.bin").write_bytes(b"\x7f" * 3_000_000)
     code, _, err = cli.train(file)
     assert code == 0, err
     assert cli.losses(tmp / "killed") == cli.losses(tmp / "whole")
+    assert not (tmp / "killed/offload").exists()
 
 
 @pytest.mark.timeout(600)
@@ -54,11 +62,38 @@ def test_killed_twice(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, steps=10, kills=2, seed=0)
 
 
+@pytest.mark.timeout(600)
+def test_killed_with_everything_on_disk(tmp_path: Path) -> None:
+    """In fp32 a disk-offloaded run equals the plain one, so it is held to that, kill or no kill."""
+    tokenizer_folder(tmp_path / "tokenizer")
+    killed_again_and_again(tmp_path, steps=6, kills=1, seed=2, **DISK)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_ten_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, DISK], ids=["plain", "disk"])
+def test_killed_ten_times(tmp_path: Path, changes: dict[str, object]) -> None:
     tokenizer_folder(tmp_path / "tokenizer")
-    killed_again_and_again(tmp_path, steps=40, kills=10, seed=1)
+    killed_again_and_again(tmp_path, steps=40, kills=10, seed=1, **changes)
+
+
+@pytest.mark.timeout(600)
+def test_stopped_with_everything_on_disk(tmp_path: Path) -> None:
+    """Ctrl-C leaves a checkpoint and no working files, not even those of a run on more ranks."""
+    tokenizer_folder(tmp_path / "tokenizer")
+    left_over = tmp_path / "out/offload/rank-7/optimizer.bin"
+    left_over.parent.mkdir(parents=True)
+    left_over.write_bytes(b"old")
+    file = cli.write_run(tmp_path, the_run(tmp_path, 200, "out", **DISK) | {"checkpoint": {"every": None}})
+    process = cli.start(file)
+    cli.wait_for_step(process, tmp_path / "out", 2)
+    working = {f"{f.parent.name}/{f.name}" for f in (tmp_path / "out/offload").glob("*/*")}
+    assert working == {f"rank-{r}/{kind}.bin" for r in (0, 1) for kind in ("optimizer", "parameters", "gradients")}
+    process.send_signal(signal.SIGINT)
+    code, _, err = cli.finish(process)
+    assert code == 128 + signal.SIGINT, err
+    assert not (tmp_path / "out/offload").exists()
+    assert len(list((tmp_path / "out/checkpoints").iterdir())) == 1
 
 
 @pytest.mark.timeout(600)

@@ -2,21 +2,27 @@
 
 What is offloaded lies in pieces, on the host or on disk, or is made of two halves. A `Rows` shows the checkpoint an
 outline (shape, type, how it is sharded; no memory), hands out this rank's part when it is written, and takes in rows as
-they are read. So neither saving nor loading holds more than one tensor besides.
+they are read. Loading then holds one tensor besides, and saving those of one file: PyTorch's writer keeps all that it
+wrote until it closes the file, so offloaded states are written in files of bounded size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.futures import Future
+
+FILE = 128 << 20  # bytes after which a file is closed
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,34 @@ class SaveRows(DefaultSavePlanner):
         """The data behind an item of the plan."""
         found = self._rows.get(index.fqn)
         return super().lookup_object(index) if found is None else found.read()
+
+
+class BoundedWriter(FileSystemWriter):
+    """Writes a rank's tensors into several files, none much larger than FILE, one after the other."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes what the plan names."""
+        results: list[WriteResult] = []
+        for number, items in enumerate(_files(plan.items)):
+            place = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            results += super().write_data(replace(plan, items=items, storage_data=place), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    group: list[WriteItem] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        if (data := item.tensor_data) is not None:
+            size += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if size >= FILE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 class LoadRows(DefaultLoadPlanner):

@@ -36,7 +36,7 @@ from shardwise.checkpoint.integrity import (
     verify,
     write_manifest,
 )
-from shardwise.checkpoint.rows import LoadRows, SaveRows, split_rows
+from shardwise.checkpoint.rows import BoundedWriter, LoadRows, SaveRows, split_rows
 from shardwise.errors import RunFailed, UserError
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
@@ -107,8 +107,9 @@ class CheckpointStore:
             (partial / RUN).write_text(run_json)
             write_model(partial / MODEL)
         dist.barrier(group=self.group)
-        writer = FileSystemWriter(partial / STATE, single_file_per_rank=True, sync_files=True)
         whole, rows = split_rows(_detached(tensors))
+        kind = BoundedWriter if rows else FileSystemWriter
+        writer = kind(partial / STATE, single_file_per_rank=True, sync_files=True)
         if rows:  # copying what was offloaded, to write it later, would take the memory it was offloaded from
             save(whole, storage_writer=writer, planner=SaveRows(rows), process_group=self.group)
             future: Any = Future()

@@ -318,7 +318,7 @@ class Offload(Section):
     activations: Literal["none", "cpu"] = Field(
         default="none", description="where the inputs of recomputed blocks wait for backward; needs recompute: full"
     )
-    ratio: Literal["auto"] | Share = Field(
+    ratio: Literal["auto"] | Annotated[Share, Field(ge=0, le=1)] = Field(
         default=1.0, description="share of the optimizer's states that leaves the device; auto = what does not fit"
     )
     disk: str | None = Field(default=None, description="folder for `disk`; default: offload/ in the output folder")

@@ -30,6 +30,8 @@ def launch(job: Job) -> None:
     """Runs a job on local ranks; returns when it finished, raises RunFailed, UserError or Interrupted otherwise."""
     import torch.distributed as dist
 
+    from shardwise.zero.disk import remove_left_overs
+
     logs = logs_of(job.output)
     logs.mkdir(parents=True, exist_ok=True)
     for earlier in logs.glob("rank-*.*"):  # only ours: the folder may hold the user's files too
@@ -52,6 +54,7 @@ def launch(job: Job) -> None:
                     child.kill()
             for child in children:
                 child.wait()
+            remove_left_overs(job.offload_folder)  # of ranks that could not do so themselves
 
 
 def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Path) -> subprocess.Popen[bytes]:

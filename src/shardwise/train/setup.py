@@ -97,24 +97,29 @@ def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> 
 
 
 def build_optimizer(
-    job: Job, world: World, sharded: ShardedModel, say: Callable[[str], None] = lambda _: None
+    job: Job, world: World, sharded: ShardedModel, disk: DiskFolder, say: Callable[[str], None] = lambda _: None
 ) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters, its states where the run wants them."""
     run = job.run
     if run.offload.optimizer == "none":
         return build.build_optimizer(sharded.parameters, run.train, sharded.model)
-    uses_disk = "disk" in (run.offload.optimizer, run.offload.parameters)
-    disk = DiskFolder(job.offload_folder, world.rank) if uses_disk else None
     return offload_optimizer(run, sharded, world.device, disk, say)
 
 
-def build_parts(job: Job, world: World, status: Status, say: Callable[[str], None] = lambda _: None) -> Parts:
-    """Builds, checks and, where there is a checkpoint, resumes."""
+def build_parts(
+    job: Job,
+    world: World,
+    status: Status,
+    say: Callable[[str], None] = lambda _: None,
+    disk: DiskFolder | None = None,
+) -> Parts:
+    """Builds, checks and, where there is a checkpoint, resumes; files in `disk` are the caller's to remove."""
     run = job.run
+    disk = disk or DiskFolder(job.offload_folder, world.rank, world.size)
     status.set("loading the model")
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
     sharded = build_model(job, world, timer)
-    optimizer = build_optimizer(job, world, sharded, say)
+    optimizer = build_optimizer(job, world, sharded, disk, say)
     fill_model(job, sharded, masters(optimizer) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")

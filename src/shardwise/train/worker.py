@@ -39,10 +39,12 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     from shardwise.parallel.mesh import init_world
     from shardwise.train.loop import fit
     from shardwise.train.setup import build_parts
+    from shardwise.zero.disk import DiskFolder
 
     status.set("meeting the other ranks")
     world = init_world(job.run)
-    outcome = fit(build_parts(job, world, status, say if world.is_main else lambda _: None))
+    with DiskFolder(job.offload_folder, world.rank, world.size) as disk:
+        outcome = fit(build_parts(job, world, status, say if world.is_main else lambda _: None, disk))
     dist.destroy_process_group()
     return outcome
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,10 @@ class Transfer:
             part.result()
 
 
+class FileInUse(Exception):
+    """Another process works with this file."""
+
+
 class DiskFile:
     """One file of this rank, its whole length reserved at the start, in ranges that begin and end on a page."""
 
@@ -44,7 +50,7 @@ class DiskFile:
         self.path, self.size, self._pool = path, aligned(size), pool
         self.bytes_read = self.bytes_written = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        flags = os.O_RDWR | os.O_CREAT
         self.direct = True
         try:
             self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
@@ -52,6 +58,15 @@ class DiskFile:
             if error.errno != errno.EINVAL:
                 raise
             self.direct, self._file = False, os.open(path, flags, 0o600)
+        try:  # held until the process ends, however it ends: two runs in one folder would ruin each other's states
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise FileInUse(path) from None
+        except OSError:
+            pass  # a file system that knows no locks
+        self._closed = weakref.finalize(self, _close, self._file, path)  # at the latest when the interpreter ends
+        os.ftruncate(self._file, 0)  # what a killed run left means nothing
         if self.size:
             os.posix_fallocate(self._file, 0, self.size)  # a full disk is found here, before the first step
 
@@ -76,11 +91,7 @@ class DiskFile:
 
     def close(self) -> None:
         """Closes and removes the file: it means nothing without this process."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+        self._closed()
 
     def _each_part(self, call: Any, offset: int, buffer: torch.Tensor, after: Any = None) -> Transfer:
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
@@ -96,17 +107,27 @@ class DiskFile:
             after.synchronize()
         done = 0
         while done < len(memory):
-            count = call(self._file, [memory[done:]], offset + done)
+            try:
+                count = call(self._file, [memory[done:]], offset + done)
+            except OSError as error:
+                raise RunFailed(f"offload.disk: {self.path} failed ({error.strerror or error})") from error
             if count <= 0:
                 raise RunFailed(f"{self.path} ends early at byte {offset + done}")
             done += count
 
 
+def _close(file: int, path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+    os.close(file)
+
+
 class DiskFolder:
     """A rank's working files. They are scratch: a run that resumes fills them again from its checkpoint."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder = folder / f"rank-{rank}"
+        remove_left_overs(folder, ranks)
         self.pool = ThreadPoolExecutor(THREADS, "disk")
         self.files: list[DiskFile] = []
 
@@ -114,6 +135,9 @@ class DiskFolder:
         """A file of this size; a full or unwritable disk is the user's to mend."""
         try:
             file = DiskFile(self.folder / name, size, self.pool)
+        except FileInUse:
+            raise UserError("offload.disk", str(self.folder.parent), "another run works in this folder",
+                            "end it, or choose another folder") from None  # fmt: skip
         except OSError as error:
             problem = f"cannot hold {size / 2**30:.2f} GiB of {name} ({error.strerror or error})"
             raise UserError(
@@ -127,9 +151,33 @@ class DiskFolder:
         self.pool.shutdown(wait=True)
         for file in self.files:
             file.close()
-        for folder in (self.folder, self.folder.parent):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        _remove_empty(self.folder)
+        _remove_empty(self.folder.parent)
+
+    def __enter__(self) -> DiskFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def remove_left_overs(folder: Path, first: int = 0) -> None:
+    """Removes the working files of killed ranks, from this one on; not those that a process still works with."""
+    for rank in folder.glob("rank-*"):
+        if not rank.name[5:].isdecimal() or int(rank.name[5:]) < first:
+            continue
+        for file in rank.glob("*.bin"):
+            with contextlib.suppress(OSError), file.open("rb") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.unlink()
+        _remove_empty(rank)
+    if first == 0:  # else other ranks may be about to make theirs in it
+        _remove_empty(folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def check_disk(folder: Path, size: int) -> None:
