@@ -1,6 +1,6 @@
 """Trains a model whose states are several times the memory it may use: parameters, gradients and moments on disk.
 
-    python benchmarks/disk_memory.py                 # 387 M parameters (5.8 GiB of states) in 1.3 GiB: some minutes
+    python benchmarks/disk_memory.py                 # 386 M parameters (5.7 GiB of states) in 1.3 GiB: some minutes
     python benchmarks/disk_memory.py --layers 4 --cap 1.1 --steps 2
 
 The same run first in memory and without a limit, then with everything on disk in a memory cgroup (v1 or v2, nested in

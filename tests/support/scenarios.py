@@ -315,3 +315,31 @@ def save_in_files_of(run: dict[str, Any], size: int) -> Any:
 
     rows.FILE = size
     return train(run)
+
+
+def memory_growth(run: dict[str, Any]) -> tuple[int, int]:
+    """Parameters of the model, and by how many bytes this process grew at most in a whole run."""
+    import threading
+    from pathlib import Path
+
+    from shardwise.train.loop import fit
+
+    def own() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+    before, peak, done = own(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], own())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        parts = parts_of(run)
+        fit(parts)
+    finally:
+        done.set()
+        watcher.join()
+    return parts.job.parameters, peak[0] - before

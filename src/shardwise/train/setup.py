@@ -33,6 +33,7 @@ from shardwise.train.status import Status
 from shardwise.zero.activations import place_inputs
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
+from shardwise.zero.host import return_freed_memory
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
@@ -82,6 +83,8 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
         materialise(model, world.device)
     else:
         stub_out(model, world.device)
+        if world.device.type == "cpu":
+            return_freed_memory()
     model.train()
     sharded = ShardedModel(model, run.parallel.zero, world.mesh)
     install_collectives(sharded, run.parallel, world, run.timeout)

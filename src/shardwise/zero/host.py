@@ -6,6 +6,7 @@ memory is mapped in slabs of the exact size, filled in parallel, and registered 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -39,6 +40,17 @@ def host_buffer(size: int, device: torch.device) -> torch.Tensor:
         else:  # before the address can be given to another mapping
             weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, address)
     return buffer
+
+
+def return_freed_memory() -> None:
+    """Has the allocator give large blocks back to the system as soon as they are freed.
+
+    glibc comes to keep blocks of up to 32 MiB for itself. Small tensors that stay (a block's input, for backward) then
+    settle in the gaps that a gathered block leaves, and the next one needs new memory: 22 MB for each block of 50 MB.
+    """
+    mmap_threshold = -3  # M_MMAP_THRESHOLD in malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
 
 
 def host_buffers(sizes: list[int], device: torch.device) -> list[torch.Tensor]:

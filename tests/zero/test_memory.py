@@ -1,0 +1,28 @@
+"""With everything on disk, memory is bounded by blocks and buffers, whatever the size of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import scenarios
+from support.ranks import run_ranks
+from support.tiny import LLAMA, tiny_run, tokenizer_folder
+
+STATES = 16  # bytes per parameter: itself, its gradient, two moments
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
+def test_states_on_disk_take_no_memory(tmp_path: Path) -> None:
+    """Filling, checking, training, saving and exporting; benchmarks/disk_memory.py shows it under a hard limit."""
+    wide = LLAMA | {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 24, "num_key_value_heads": 4}
+    run = tiny_run(
+        tmp_path, model={"config": wide, "tokenizer": tokenizer_folder(tmp_path / "tokenizer")}, train__steps=1,
+        train__batch_size=1, data__sequence_length=128, parallel__zero=3, recompute="full",
+        offload={"optimizer": "disk", "parameters": "disk"}, export={"shard_size": "64MB"},
+    )  # fmt: skip
+    parameters, grown = run_ranks(scenarios.memory_growth, 1, run)[0]
+    print(
+        f"\n{parameters / 1e6:.1f} M parameters, states {STATES * parameters / 1e6:.0f} MB, grown {grown / 1e6:.0f} MB"
+    )
+    assert grown < STATES * parameters / 2
