@@ -62,7 +62,8 @@ def test_the_run_s_settings_arrive() -> None:
 
 def test_norms_decay_where_the_run_says_so() -> None:
     """As torch's AdamW over model.parameters() does: one group, everything shrinks."""
-    parameters = dict(tiny(LLAMA).named_parameters())
-    optimizer = build_optimizer(parameters, Train(weight_decay=0.25, decay_norms=True))
+    model = tiny(LLAMA)
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, Train(weight_decay=0.25, decay_norms=True), model)
     assert len(optimizer.param_groups) == 1 and optimizer.param_groups[0]["weight_decay"] == 0.25
     assert len(optimizer.param_groups[0]["params"]) == len(parameters)

@@ -305,7 +305,14 @@ def overflowing_step(run: dict[str, Any]) -> None:
     from shardwise.train.loop import fit
 
     parts = parts_of(run)
-    parts.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-30)
+    scaler = parts.scaler
+    scaler._init_scale, adapt = 2.0**40, scaler.update
+
+    def update() -> None:
+        adapt()
+        scaler._scale.fill_(1024.0)
+
+    scaler.update = update
     fit(parts)
 
 
