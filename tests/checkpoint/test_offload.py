@@ -44,9 +44,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 CASES = [
-    ("cpu", 2, "fp32", "adamw"), ("disk", 2, "bf16", "adamw8bit"), ("cpu+cpu", 1, "bf16", "adamw"),
-    ("disk+disk", 2, "fp32", "adamw"), ("disk+disk", 2, "bf16", "adamw"), ("cpu+disk", 1, "fp32", "adamw8bit"),
-    ("disk+cpu", 2, "bf16", "adamw8bit"),
+    ("disk+disk", 1, "bf16", "adamw"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("cpu", 2, "fp32", "adamw"), ("disk", 2, "bf16", "adamw8bit"), ("cpu+cpu", 1, "bf16", "adamw"),
+        ("disk+disk", 2, "fp32", "adamw"), ("disk+disk", 2, "bf16", "adamw"), ("cpu+disk", 1, "fp32", "adamw8bit"),
+        ("disk+cpu", 2, "bf16", "adamw8bit"),
+    ]),
 ]  # fmt: skip
 
 
@@ -81,8 +84,11 @@ def half_way(tmp_path_factory: pytest.TempPathFactory, cpu_precision_env: dict[s
 
 
 MOVES = [
-    ("disk+disk", 2, "plain", 2), ("plain", 2, "disk+disk", 2), ("cpu", 2, "disk+disk", 2), ("plain", 2, "cpu", 2),
-    ("disk+disk", 2, "disk+disk", 1), ("disk+disk", 2, "plain", 1), ("plain", 1, "disk+disk", 2),
+    ("disk+disk", 2, "plain", 1), ("plain", 2, "disk+disk", 2),
+    *(pytest.param(*move, marks=pytest.mark.slow) for move in [
+        ("disk+disk", 2, "plain", 2), ("cpu", 2, "disk+disk", 2), ("plain", 2, "cpu", 2),
+        ("disk+disk", 2, "disk+disk", 1), ("plain", 1, "disk+disk", 2),
+    ]),
 ]  # fmt: skip
 
 

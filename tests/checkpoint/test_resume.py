@@ -63,6 +63,7 @@ def test_killed_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_killed_with_everything_on_disk(tmp_path: Path) -> None:
     """In fp32 a disk-offloaded run equals the plain one, so it is held to that, kill or no kill."""
     tokenizer_folder(tmp_path / "tokenizer")

@@ -12,6 +12,7 @@ from support.tiny import LLAMA, tiny_run, tokenizer_folder
 STATES = 16  # bytes per parameter: itself, its gradient, two moments
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
 def test_states_on_disk_take_no_memory(tmp_path: Path) -> None:
     """Filling, checking, training, saving and exporting; benchmarks/disk_memory.py shows it under a hard limit."""

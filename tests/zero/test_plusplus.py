@@ -33,7 +33,7 @@ def plain(shared: Path) -> Any:
     return run_ranks(scenarios.train, 4, a_run(shared, "plain", {}))[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hpz_is_exact(size: int, shared: Path, plain: Any) -> None:
     run = a_run(shared, f"hpz-{size}", {"secondary_shard": size})
     losses, norms, parameters = run_ranks(scenarios.train, 4, run)[0]
@@ -51,9 +51,10 @@ def test_hpz_is_exact_with_recomputation_replicas_and_evaluation(shared: Path) -
 # The largest difference of the loss in which it falls by more than 0.3; measured over 20 steps: qwZ 5e-3, qgZ 3e-2.
 @pytest.mark.parametrize(
     ("name", "parallel", "bound"),
-    [("qwz", QWZ, 0.01), ("qwz-hpz", QWZ | HPZ, 0.01), ("qgz", QGZ, 0.1), ("all", HPZ | QWZ | QGZ, 0.1),
-     ("stage 1", QWZ | QGZ | {"zero": 1}, 0.1), ("stage 2", QWZ | QGZ | {"zero": 2}, 0.1),
-     ("hybrid", QWZ | QGZ | {"shard": 2}, 0.1)],
+    [("qwz", QWZ, 0.01), ("qgz", QGZ, 0.1), ("all", HPZ | QWZ | QGZ, 0.1),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+         ("qwz-hpz", QWZ | HPZ, 0.01), ("stage 1", QWZ | QGZ | {"zero": 1}, 0.1),
+         ("stage 2", QWZ | QGZ | {"zero": 2}, 0.1), ("hybrid", QWZ | QGZ | {"shard": 2}, 0.1)])],
 )  # fmt: skip
 def test_quantised_training_keeps_the_loss(
     name: str, parallel: dict[str, Any], bound: float, shared: Path, plain: Any
