@@ -28,6 +28,36 @@ def test_own_loop(kind: str, zero: int, tmp_path: Path) -> None:
     assert one[-1] < one[0]
 
 
+@pytest.mark.parametrize("places", [("cpu", "none"), ("disk", "disk")], ids="+".join)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_own_loop_offloaded(
+    places: tuple[str, str], precision: str, tmp_path: Path, cpu_precision_env: dict[str, str]
+) -> None:
+    """The optimizer one brings, with its states elsewhere: the same losses, also from a checkpoint of the plain run."""
+    config = {"parallel": {"zero": 3}, "accumulate": 2, "clip": 0.5, "precision": precision}
+    disk = {"disk": str(tmp_path / "files")} if "disk" in places else {}
+    away = config | {"offload": {"optimizer": places[0], "parameters": places[1], **disk}}
+
+    def run(settings: dict[str, object], name: str, steps: int, resume: bool) -> list[float]:
+        return list(
+            run_ranks(
+                scenarios.own_loop, 2, settings, str(tmp_path / name), "instance", steps, resume, env=cpu_precision_env
+            )[0]
+        )
+
+    plain = run(config, "plain", 6, False)
+    offloaded = run(away, "away", 6, False)
+    bound = 0.0 if precision == "fp32" else 1e-6
+    assert max(abs(a - b) for a, b in zip(plain, offloaded, strict=True)) <= bound
+    on = run(config, "away", 2, True), run(away, "plain", 2, True)  # each goes on from the other's checkpoint
+    assert max(abs(a - b) for a, b in zip(*on, strict=True)) <= bound
+
+
+def test_only_adamw_is_offloaded(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="only AdamW can be offloaded"):
+        run_ranks(scenarios.own_loop, 1, {"offload": {"optimizer": "cpu"}}, str(tmp_path), "sgd", 1, False)
+
+
 def test_default_optimizer_trains(tmp_path: Path) -> None:
     losses = run_ranks(scenarios.own_loop, 2, {"learning_rate": 1e-2}, str(tmp_path), "default", 4, False)[0]
     assert losses[-1] < losses[0]

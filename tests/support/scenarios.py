@@ -194,6 +194,7 @@ def own_loop(config: dict[str, Any], folder: str, kind: str, steps: int, resume:
         "default": None,
         "instance": torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0),
         "function": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0),
+        "sgd": torch.optim.SGD(model.parameters(), lr=1e-2),
     }[kind]
     engine = shardwise.initialize(model, optimizer, config)
     start = engine.load(folder)["next"] if resume else 0
