@@ -14,8 +14,8 @@ from rich.text import Text
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
-from shardwise.zero.account import predicted_bytes
 from shardwise.zero.plusplus import describe_collectives
+from shardwise.zero.policy import held_by_place
 from shardwise.zero.units import choose_units, describe_units
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     rounds = run.train.batch_size // (micro * ranks)
     documents, tokens = len(job.data.train), int(job.data.train.starts[-1])
     supervised = int(job.data.train.supervised.sum())
-    held = predicted_bytes(job.parameters, run.parallel.zero, shard, run.precision)
     table = Table(title="plan of the run", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -81,13 +80,14 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         model = build_on_meta(job.source)
         units = choose_units(model, find_blocks(model), run.parallel.bucket, shard)
         table.add_row("buckets", describe_units(units, run.parallel.bucket))
-    working = f"working weights {human(held['parameters'])}" if held["parameters"] else "working weights block by block"
+    for place, kinds in held_by_place(run, job.parameters, shard).items():
+        where = "per rank" if place == "device" else f"per rank, {'host' if place == 'cpu' else place}"
+        parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
+        table.add_row(where, parts + (", and activations" if place == "device" else ""))
     table.add_row(
-        "per rank",
-        f"{working}, gradients {human(held['gradients'])}, fp32 weights and AdamW moments {human(held['optimizer'])}, "
-        "and activations",
+        "rate",
+        f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, clip {run.train.clip}",
     )
-    table.add_row("rate", f"{run.train.learning_rate:g} {_named(run.train.schedule)}, AdamW, clip {run.train.clip}")
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.config.schema import Offload, Run
+from shardwise.config.schema import Offload, Run, Train
 from shardwise.errors import UserError
 from shardwise.optim.build import decay_groups, state_kind
 from shardwise.optim.codecs import Kind
 from shardwise.optim.rules import rule_of
+from shardwise.zero.account import predicted_bytes
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.offload import PIECE, OffloadedOptimizer
 from shardwise.zero.paging import DEPTH
@@ -109,13 +110,44 @@ def _in_order(sharded: ShardedModel) -> dict[str, nn.Parameter]:
     return dict(sorted(sharded.parameters.items(), key=lambda item: id(item[1]) in blocks))
 
 
+def state_bytes(train: Train) -> float:
+    """Bytes per parameter of the optimizer's states, the masters apart; muon's are those of a matrix."""
+    whole = {"adafactor": 0.1, "adam-mini": 4.0, "muon": 4.0}
+    if train.optimizer in whole:
+        return whole[train.optimizer]
+    return STORED[state_kind(train)] * len(rule_of(train.optimizer, train.betas).states)
+
+
+def held_by_place(run: Run, parameters: int, shard: int) -> dict[str, dict[str, float]]:
+    """By place (device, cpu, disk) and kind, the bytes that a rank holds while gradients are accumulated."""
+    divided = parameters / (shard if run.parallel.zero else 1)
+    split, offload = splits_masters(run), run.offload
+    predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
+    weights = "device" if offload.parameters == "none" else offload.parameters
+    states = "device" if offload.optimizer == "none" else offload.optimizer
+    share = 1.0 if offload.ratio == "auto" or states == "device" else float(offload.ratio)
+    moments = state_bytes(run.train) * divided + (2 * divided if split else 0.0)
+    name = f"{run.train.optimizer}'s states" + (" and half of the fp32 weights" if split else "")
+    entries = [
+        ("device", "working weights", predicted["parameters"]),
+        (weights, "bf16 weights" if split else "fp32 weights", (2 if split else 4) * divided),
+        (weights, "gradients", 0.0 if run.train.in_backward else predicted["gradients"]),
+        (states, name, share * moments),
+        ("device", name, (1 - share) * moments),
+    ]
+    found: dict[str, dict[str, float]] = {}
+    for place, kind, size in entries:
+        if size:
+            found.setdefault(place, {}).setdefault(kind, 0.0)
+            found[place][kind] += size
+    return found
+
+
 def disk_bytes(run: Run, parameters: int) -> int:
     """What the working files of all ranks take together."""
     each = 0.0
     if run.offload.optimizer == "disk":
-        each += STORED[state_kind(run.train)] * len(
-            rule_of(run.train.optimizer, run.train.betas).states
-        ) + 2 * splits_masters(run)
+        each += state_bytes(run.train) + 2 * splits_masters(run)
     if run.offload.parameters == "disk":
         each += (2 if splits_masters(run) else 4) + 4  # the gradients are with them
     return int(each * parameters)
