@@ -72,6 +72,25 @@ def wire_and_memory(run: dict[str, Any], steps: int = 2) -> tuple[int, dict[str,
     return parts.job.parameters, dict(wire.elements), held
 
 
+def most_gradients(run: dict[str, Any]) -> tuple[int, int]:
+    """The most elements of gradients that were there at once during a step, and the parameters."""
+    parts = parts_of(run)
+    most = 0
+
+    def look(parameter: torch.Tensor) -> None:
+        nonlocal most
+        there = [p.grad for p in parts.sharded.parameters.values() if p.grad is not None]
+        most = max(most, sum(g.numel() for g in there))
+
+    for parameter in parts.sharded.parameters.values():
+        parameter.register_post_accumulate_grad_hook(look)
+    from shardwise.train.loop import accumulate
+
+    accumulate(parts, batch_of(parts, 0))
+    parts.update()
+    return most, parts.job.parameters
+
+
 def plain_loop(run: dict[str, Any]) -> list[float]:
     """The same training without any of our engine: full model, plain AdamW, one document after the other."""
     from transformers import AutoModelForCausalLM

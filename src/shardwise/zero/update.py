@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.optim.adam_mini import AdamMini
+from shardwise.optim.elementwise import Elementwise
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.stages import ShardedModel, local
 
@@ -38,6 +40,7 @@ class Update:
         if self._offloaded is not None:
             self._offloaded.attach(sharded, self._known if eager else None, accumulates, eager)
         elif eager:
+            self._group_of = {p: g for g in optimizer.param_groups for p in g["params"]}
             for parameter in sharded.parameters.values():
                 parameter.register_post_accumulate_grad_hook(self._step_one)
 
@@ -72,13 +75,20 @@ class Update:
             return
         assert isinstance(parameter, nn.Parameter)
         self._known(parameter, parameter.grad)
+        if isinstance(self.optimizer, (Elementwise, AdamMini)):
+            self.optimizer.update(self._group_of[parameter], [parameter])
+        else:
+            self._step_alone(parameter)
+        parameter.grad = None
+
+    def _step_alone(self, parameter: nn.Parameter) -> None:
+        """One of torch's optimizers, shown this parameter alone."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         for group, params in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [p for p in params if p is parameter]
         self.optimizer.step()
         for group, params in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = params
-        parameter.grad = None
 
     def _eager_norm(self) -> torch.Tensor:
         squares, self._squares = self._squares, []
