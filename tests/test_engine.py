@@ -28,8 +28,12 @@ def test_own_loop(kind: str, zero: int, tmp_path: Path) -> None:
     assert one[-1] < one[0]
 
 
-@pytest.mark.parametrize("places", [("cpu", "none"), ("disk", "disk")], ids="+".join)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("places", "precision"),
+    [(("disk", "disk"), "fp32"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (("cpu", "none"), "fp32"), (("cpu", "none"), "bf16"), (("disk", "disk"), "bf16"),
+    ])],
+)  # fmt: skip
 def test_own_loop_offloaded(
     places: tuple[str, str], precision: str, tmp_path: Path, cpu_precision_env: dict[str, str]
 ) -> None:

@@ -36,7 +36,7 @@ def test_gathered_parameters(stage: int) -> None:
         assert all(result[name] for name in ("read", "mean", "discarded", "kept", "disabled")), result
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2, 3])
 def test_fragments_equal_plain_torch(stage: int) -> None:
     reference = run_ranks(scenarios.plain_step, 1)[0]
     new = torch.arange(64.0).view(8, 8)
