@@ -37,7 +37,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(3, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(3, 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in [(1, 2), (2, 1)])]
+)
 def test_goes_on_exactly(saved: Saved, stage: int, ranks: int) -> None:
     found = load(saved, stage, ranks)
     assert found["path"] == str(saved[0] / "global_step2")

@@ -7,7 +7,7 @@ from support import deepspeed_scenarios as scenarios
 from support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_boundaries_by_hand_equal_counted_ones(stage: int) -> None:
     result = run_ranks(scenarios.boundaries, 2, stage)[0]
     assert result["counted"][-1] < result["counted"][0]

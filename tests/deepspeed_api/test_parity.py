@@ -32,7 +32,12 @@ def test_the_record_is_of_this_script() -> None:
     assert RECORDED["cases"].keys() == PARITY.CASES.keys()
 
 
-@pytest.mark.parametrize("case", list(PARITY.CASES))
+QUICK = ("stage 1", "stage 2", "stage 3")  # the others check parts that tests of schedules and optimizers check too
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PARITY.CASES]
+)
 def test_same_losses_as_deepspeed(case: str, tmp_path: Path) -> None:
     """Accumulation, clipping, decay, a schedule, and at stage 3 zero.Init; loss, rate and norm of 30 updates."""
     expected = RECORDED["cases"][case]["whole"]

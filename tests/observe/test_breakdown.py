@@ -71,7 +71,10 @@ def test_a_group_of_one_says_nothing() -> None:
     assert timer.flush(1).comms() == {"steps": 1}
 
 
-@pytest.mark.parametrize(("zero", "shard", "ranks"), [(0, None, 2), (2, None, 2), (3, None, 2), (3, 2, 4)])
+@pytest.mark.parametrize(
+    ("zero", "shard", "ranks"),
+    [(3, None, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, None, 2), (2, None, 2), (3, 2, 4)])],
+)
 def test_steps_of_a_model(zero: int, shard: int | None, ranks: int, shared: Path) -> None:
     """Against WireCount, which sees each collective as it is made, and against the clock on the wall."""
     run = tiny_run(shared, parallel__zero=zero, parallel__shard=shard, train__micro_batch_size=1, log__comms=True,

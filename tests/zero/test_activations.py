@@ -21,7 +21,11 @@ from shardwise.zero.activations import place_inputs
 DROPOUT = GPT2 | {"resid_pdrop": 0.2, "attn_pdrop": 0.1}
 
 
-@pytest.mark.parametrize(("config", "ranks"), [(LLAMA, 2), (LLAMA, 4), (DROPOUT, 2)], ids=["2", "4", "gpt2-dropout"])
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [(LLAMA, 2), pytest.param(LLAMA, 4, marks=pytest.mark.slow), (DROPOUT, 2)],
+    ids=["2", "4", "gpt2-dropout"],
+)
 def test_divided_over_ranks(config: dict[str, Any], ranks: int) -> None:
     """33 tokens: the slices of four ranks are not even. Every full input is freed; what is held is 1/n of them."""
     plain, sliced = (run_ranks(zeror.block_gradients, ranks, config, kind) for kind in ("plain", "sliced"))

@@ -90,7 +90,9 @@ def test_lists_are_seen_through() -> None:
 BUCKETS = {"none": None, "tiny": 20_000, "block": BLOCK, "joined": 300_000}
 
 
-@pytest.mark.parametrize(("zero", "config"), [(3, LLAMA), (2, GPT2)], ids=["3-llama", "2-gpt2-tied"])
+@pytest.mark.parametrize(
+    ("zero", "config"), [(3, LLAMA), pytest.param(2, GPT2, marks=pytest.mark.slow)], ids=["3-llama", "2-gpt2-tied"]
+)
 def test_buffers_and_parity(zero: int, config: dict[str, Any], shared: Path) -> None:
     """Under recomputation, with accumulation: no buffer is larger than the unit said, and training is the same."""
     model = {"config": config, "tokenizer": str(shared / "tokenizer")}
