@@ -40,7 +40,7 @@ from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
-from shardwise.zero.policy import EAGER, offload_given, store_in_bf16
+from shardwise.zero.policy import offload_given, offloaded_share, splits_masters, store_in_bf16
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.update import Update
 
@@ -63,17 +63,6 @@ class EngineConfig(Section):
     offload: Offload = Field(Offload(), description="what is kept off the device; AdamW alone can be")
     breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
 
-    @property
-    def splits_masters(self) -> bool:
-        """Whether parameters are kept in bf16, the rest of their fp32 masters with the optimizer's states."""
-        return self.offload.optimizer != "none" and self.precision == "bf16"
-
-    @property
-    def eager_share(self) -> float:
-        """The share of the parameters updated during backward."""
-        free = self.clip is None and self.precision != "fp16"
-        return EAGER if self.offload.optimizer != "none" and free else 0.0
-
 
 class Engine:
     """A sharded model that is called like the model, and steps like an optimizer."""
@@ -87,7 +76,7 @@ class Engine:
         if fill is None:
             model.to(world.device)
             _copy_from_first(model)
-            if config.splits_masters:
+            if splits_masters(config.offload, config.precision):
                 values = {n: p.detach() for n, p in model.named_parameters()}
                 store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
@@ -106,7 +95,8 @@ class Engine:
             values = {}
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
         # A user may accumulate more than was said (set_gradient_accumulation_boundary), so gradients are kept in fp32.
-        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, config.eager_share)
+        eager = offloaded_share(config.offload, config.precision, config.clip)
+        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, eager)
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
         self.accumulate = config.accumulate
         self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shardwise.observe.breakdown import Timer
+from shardwise.zero.stages import parameter_groups
 
 
 def watch_collectives(model: nn.Module, timer: Timer) -> None:
@@ -27,12 +28,9 @@ def watch_collectives(model: nn.Module, timer: Timer) -> None:
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        state: Any = unit._get_fsdp_state()
-        # One group per unit; torch 2.13 has a list of them.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            if group is None or isinstance(group._all_gather_comm, _Gather):
-                continue  # no parameters, or modules that share a group
+        for group in parameter_groups(unit):
+            if isinstance(group._all_gather_comm, _Gather):
+                continue  # modules that share a group
             unit.set_custom_all_gather(_Gather(group._all_gather_comm, timer))
             reduce = _Reduce(group._reduce_scatter_comm, timer)
             unit.set_custom_reduce_scatter(reduce)

@@ -7,16 +7,17 @@ every row lies whole on one rank. In vectors (norms, biases) each element is a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.optim.grouped import Grouped
 from shardwise.optim.shards import local_grad, local_of, new_step, zeros_beside
 
 
-class AdamMini(torch.optim.Optimizer):
+class AdamMini(Grouped):
     """state[p]: "step", "exp_avg" like p, "exp_avg_sq" like p without its last dim; both divided as p is."""
 
     def __init__(
@@ -28,17 +29,6 @@ class AdamMini(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self.update(group, [p for p in group["params"] if p.grad is not None])
-        return loss
 
     @torch.no_grad()
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:

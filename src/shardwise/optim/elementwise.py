@@ -7,7 +7,7 @@ a CPU may differ there, where it treats the last few elements of a tensor apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Codec, Kind, Parts, codec_of, columns, mix, part_name
+from shardwise.optim.grouped import Grouped
 from shardwise.optim.rules import AdamW, Hyper, Rule
 from shardwise.optim.shards import first_row, local_grad, local_of, new_step, zeros_beside
 
@@ -41,7 +42,7 @@ class Piece:
     offset: int
 
 
-class Elementwise(torch.optim.Optimizer):
+class Elementwise(Grouped):
     """`rule` on the shards of each parameter, with states kept as `kind` (fp32, bf16, 8bit, 4bit).
 
     state[p] holds "step" and, divided as p is, each part of each state: "exp_avg", or "exp_avg.codes" and its scales.
@@ -62,17 +63,6 @@ class Elementwise(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rule, self.kind, self.seed, self.piece = rule, kind, seed, piece
         self._numbers: dict[Tensor, int] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self.update(group, [p for p in group["params"] if p.grad is not None])
-        return loss
 
     @torch.no_grad()
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:

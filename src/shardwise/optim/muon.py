@@ -13,7 +13,7 @@ Embeddings, the output head, norms, biases and convolutions are no maps from act
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,19 +68,12 @@ class Muon(Elementwise):
         super().__init__(params, RULES["adamw"], "fp32", lr, betas, eps, weight_decay)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on every parameter that has a gradient; collective over the shard group."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            if group.get("matrix", False):
-                self._step_matrices(group, given)
-            else:
-                self.update(group, given)
-        return loss
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """One step on the parameters of a group; for matrices collective over the shard group."""
+        if group.get("matrix", False):
+            self._step_matrices(group, parameters)
+        else:
+            super().update(group, parameters)
 
     def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         divided: dict[Any, list[Tensor]] = {}

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.zero.stages import ShardedModel
+from shardwise.zero.stages import ShardedModel, parameter_groups
 
 
 def predicted_bytes(parameters: int, stage: int, shard: int, precision: str) -> dict[str, float]:
@@ -35,17 +35,14 @@ def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     for unit in sharded.model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            for fp in group.fsdp_params if group else []:
+        for group in parameter_groups(unit):
+            for fp in group.fsdp_params:
                 masters.append(fp.sharded_param)
                 working += fp.all_gather_outputs
                 gradients += [fp.sharded_param.grad, fp.unsharded_accumulated_grad]
                 if hasattr(fp, "_unsharded_param"):
                     gradients.append(fp._unsharded_param.grad)
-            partial = getattr(group, "_partial_reduce_output", None) if group else None
-            gradients.append(partial)
+            gradients.append(getattr(group, "_partial_reduce_output", None))
     moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim]
     return {
         "parameters": _storage(working),

@@ -9,10 +9,10 @@ from torch import nn
 
 from shardwise.checkpoint.rows import Rows, outline
 from shardwise.optim.codecs import part_name
+from shardwise.optim.shards import local_of
 from shardwise.zero.master import join, split_
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.pieces import Piece, Segment, at, overlaps
-from shardwise.zero.stages import local
 
 Segments = list[tuple[Piece, Segment]]
 
@@ -64,13 +64,13 @@ def _state(parameter: nn.Parameter, segments: Segments, state: str, part: str) -
             at(piece.blob(), segment.parts[state][part])[target].copy_(rows[source])
 
     codec = segments[0][1].codecs[state]
-    (whole, dtype), (mine, _) = codec.shapes(parameter.shape)[part], codec.shapes(local(parameter).shape)[part]
+    (whole, dtype), (mine, _) = codec.shapes(parameter.shape)[part], codec.shapes(local_of(parameter).shape)[part]
     return Rows(outline(parameter, whole, mine, dtype), read, write)
 
 
 def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments) -> Rows:
     def home() -> torch.Tensor:
-        return local(parameter) if optimizer.shelf is None else optimizer.shelf.view(parameter)
+        return local_of(parameter) if optimizer.shelf is None else optimizer.shelf.view(parameter)
 
     def read() -> torch.Tensor:
         if not optimizer.split:
@@ -90,5 +90,5 @@ def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Se
             home()[segment.start : segment.stop][target].copy_(high)
             at(piece.blob(), segment.low)[target].copy_(low)
 
-    mine = tuple(local(parameter).shape)
+    mine = tuple(local_of(parameter).shape)
     return Rows(outline(parameter, tuple(parameter.shape), mine, torch.float32), read, write)

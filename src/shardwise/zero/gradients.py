@@ -16,11 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.optim.shards import local_of
 from shardwise.zero.disk import DiskFolder, Transfer
 from shardwise.zero.host import aligned, host_buffer, host_buffers
 from shardwise.zero.paging import Region
 from shardwise.zero.pieces import Piece, Segment
-from shardwise.zero.stages import ShardedModel, local
+from shardwise.zero.stages import ShardedModel
 
 Take = Callable[[nn.Parameter, torch.Tensor], None]
 
@@ -39,7 +40,7 @@ def take_gradients(units: Sequence[FSDPModule], parameters: Sequence[nn.Paramete
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         gradient, parameter.grad = parameter.grad, None
         if exact:
-            cast = local(gradient)
+            cast = local_of(gradient)
             gradient = _sharded_like(latest[0].as_strided(cast.size(), cast.stride(), cast.storage_offset()), parameter)
         take(parameter, gradient)
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.kernels.adamw import split_adamw
 from shardwise.optim.codecs import FP32, Blockwise, Kind, mix
 from shardwise.optim.rules import RULES, Hyper, Rule
+from shardwise.optim.shards import local_of
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.gradients import GradientShelf, Take, take_gradients
 from shardwise.zero.host import aligned, host_buffers
@@ -35,7 +36,7 @@ from shardwise.zero.master import join, split_
 from shardwise.zero.paging import Page, Pager, Region
 from shardwise.zero.pieces import Piece, Segment, at, cut, lay_out
 from shardwise.zero.shelf import Shelf
-from shardwise.zero.stages import ShardedModel, local
+from shardwise.zero.stages import ShardedModel
 
 PIECE = {"cuda": 32 << 20, "cpu": 2 << 20}  # elements updated at once
 
@@ -162,7 +163,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         if self._shelved is not None:
-            final = self._shelved.add(parameter, local(gradient), self._sharded.last)
+            final = self._shelved.add(parameter, local_of(gradient), self._sharded.last)
             if self._known is not None and self._sharded.last:
                 self._complete(parameter, final)
             return
@@ -170,7 +171,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if held is None:
             self._gradients[parameter] = held = gradient
         else:
-            local(held).add_(local(gradient))
+            local_of(held).add_(local_of(gradient))
         if self._known is not None and self._sharded.last:
             self._complete(parameter, held)
 
@@ -247,12 +248,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     self._update_segment(segment, blob, high, gradient, scale) if known else None
                 elif (whole := self.gradient(segment.parameter)) is not None:
                     if whole.is_cuda:
-                        local(whole).record_stream(self.pager.work)
-                    rows = local(whole)[segment.start : segment.stop]
+                        local_of(whole).record_stream(self.pager.work)
+                    rows = local_of(whole)[segment.start : segment.stop]
                     self._update_segment(segment, blob, high, rows, scale)
 
     def _rows_of(self, segment: Segment) -> torch.Tensor:
-        return local(segment.parameter)[segment.start : segment.stop]
+        return local_of(segment.parameter)[segment.start : segment.stop]
 
     def _update_segment(
         self,

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.optim.codecs import Codec, Kind, codec_of, columns
+from shardwise.optim.shards import first_row, local_of
 from shardwise.zero.host import ALIGNMENT, aligned
 from shardwise.zero.paging import Page
-from shardwise.zero.stages import local
 
 Place = tuple[int, tuple[int, ...], torch.dtype]  # offset in a blob, shape, type
 
@@ -77,7 +75,7 @@ def cut(
         if parameter not in group_of:
             continue
         codecs = {state: codec_of(kind, state, parameter.shape) for state in states}
-        shape, first = local(parameter).shape, first_row(parameter)
+        shape, first = local_of(parameter).shape, first_row(parameter)
         width = columns(shape)
         # Where a parameter is divided, ranges begin on a page of memory in every type of two bytes or more.
         unit = ALIGNMENT // math.gcd(ALIGNMENT, 2 * width)
@@ -117,13 +115,6 @@ def at(blob: torch.Tensor, place: Place | None) -> torch.Tensor:
     assert place is not None
     offset, shape, dtype = place
     return blob[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-def first_row(tensor: torch.Tensor) -> int:
-    """The row of the whole tensor at which this rank's part begins."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    return int(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1][0])
 
 
 def overlaps(

@@ -13,28 +13,34 @@ from shardwise.errors import UserError
 from shardwise.optim.build import decay_groups, state_kind
 from shardwise.optim.codecs import Kind
 from shardwise.optim.rules import rule_of
+from shardwise.optim.shards import local_of
 from shardwise.zero.account import predicted_bytes
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.offload import PIECE, OffloadedOptimizer
 from shardwise.zero.paging import DEPTH
 from shardwise.zero.shelf import Shelf
-from shardwise.zero.stages import ShardedModel, local
+from shardwise.zero.stages import ShardedModel
 
 ROOM = 0.9  # of the device's memory that offload.ratio: auto plans with; the rest is for fragments
 STORED = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}  # bytes per element of a state
 EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
 
 
-def splits_masters(run: Run) -> bool:
+def splits_masters(offload: Offload, precision: str) -> bool:
     """Whether parameters are kept in bf16 with the low half of their masters among the optimizer's states."""
-    return run.offload.optimizer != "none" and run.precision == "bf16"
+    return offload.optimizer != "none" and precision == "bf16"
 
 
 def eager_share(run: Run) -> float:
     """The share of the parameters updated during backward: all if asked for, some if offloaded without clipping."""
     if run.train.in_backward:
         return 1.0
-    return EAGER if run.offload.optimizer != "none" and run.train.clip is None and run.precision != "fp16" else 0.0
+    return offloaded_share(run.offload, run.precision, run.train.clip)
+
+
+def offloaded_share(offload: Offload, precision: str, clip: float | None) -> float:
+    """The share that offload alone lets be updated during backward."""
+    return EAGER if offload.optimizer != "none" and clip is None and precision != "fp16" else 0.0
 
 
 def store_in_bf16(model: nn.Module) -> None:
@@ -70,7 +76,7 @@ def offload_optimizer(
     groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
     return OffloadedOptimizer(
         groups, _in_order(sharded), rule_of(train.optimizer, train.betas), kind, defaults, device, float(ratio),
-        disk if offload.optimizer == "disk" else None, splits_masters(run), shelf, on_disk,
+        disk if offload.optimizer == "disk" else None, splits_masters(run.offload, run.precision), shelf, on_disk,
     )  # fmt: skip
 
 
@@ -91,7 +97,7 @@ def offload_given(
     on_disk = disk if offload.parameters == "disk" else None
     shelf = None
     if offload.parameters != "none":
-        values = {p: local(p).clone() for p in sharded.parameters.values()}
+        values = {p: local_of(p).clone() for p in sharded.parameters.values()}
         shelf = Shelf(sharded.units, device, on_disk)
         for parameter, value in values.items():
             shelf.view(parameter).copy_(value)
@@ -121,7 +127,7 @@ def state_bytes(train: Train) -> float:
 def held_by_place(run: Run, parameters: int, shard: int) -> dict[str, dict[str, float]]:
     """By place (device, cpu, disk) and kind, the bytes that a rank holds while gradients are accumulated."""
     divided = parameters / (shard if run.parallel.zero else 1)
-    split, offload = splits_masters(run), run.offload
+    split, offload = splits_masters(run.offload, run.precision), run.offload
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
     weights = "device" if offload.parameters == "none" else offload.parameters
     states = "device" if offload.optimizer == "none" else offload.optimizer
@@ -147,9 +153,9 @@ def disk_bytes(run: Run, parameters: int) -> int:
     """What the working files of all ranks take together."""
     each = 0.0
     if run.offload.optimizer == "disk":
-        each += state_bytes(run.train) + 2 * splits_masters(run)
+        each += state_bytes(run.train) + 2 * splits_masters(run.offload, run.precision)
     if run.offload.parameters == "disk":
-        each += (2 if splits_masters(run) else 4) + 4  # the gradients are with them
+        each += (2 if splits_masters(run.offload, run.precision) else 4) + 4  # the gradients are with them
     return int(each * parameters)
 
 
@@ -157,11 +163,11 @@ def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: K
     """The least share of the states that must leave the device, by an estimate of what a step needs besides them."""
     if device.type != "cuda":
         return 0.0  # host memory is the device's own
-    elements = sum(local(p).numel() for p in sharded.parameters.values())
+    elements = sum(local_of(p).numel() for p in sharded.parameters.values())
     rule = rule_of(run.train.optimizer, run.train.betas)
-    state = STORED[kind] * len(rule.states) + 2 * splits_masters(run)
+    state = STORED[kind] * len(rule.states) + 2 * splits_masters(run.offload, run.precision)
     micro = int(run.train.micro_batch_size)
-    lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and splits_masters(run)
+    lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and splits_masters(run.offload, run.precision)
     gradients = (0 if run.train.in_backward else 2 if lean else 4) * elements
     rings = (DEPTH * state + 24) * PIECE["cuda"]
     used = torch.cuda.memory_allocated(device) + gradients + rings + activation_bytes(run, sharded)

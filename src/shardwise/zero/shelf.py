@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.optim.shards import local_of
 from shardwise.zero.disk import DiskFile, DiskFolder, Transfer
 from shardwise.zero.host import aligned, host_buffer, host_buffers
 from shardwise.zero.paging import Page, Region
-from shardwise.zero.stages import local
+from shardwise.zero.stages import parameter_groups
 
 AHEAD = 2  # units fetched before they are asked for
 
@@ -59,12 +60,12 @@ class Shelf:
         self.device, self.cuda = device, device.type == "cuda"
         self.units: list[Unit] = []
         self._of: dict[nn.Parameter, tuple[Unit, Shelved]] = {}
-        groups = [g for g in map(_parameters_of, units) if g]
+        groups = [g for g in ([p for n in parameter_groups(u) for p in n.fsdp_params] for u in units) if g]
         for group in groups:
             shards, at = [], 0
             for fsdp in group:
                 parameter = fsdp.sharded_param
-                shape = tuple(local(parameter).shape)
+                shape = tuple(local_of(parameter).shape)
                 shards.append(Shelved(parameter, at, tuple(fsdp.padded_sharded_param_size), shape))
                 at += aligned(shards[-1].size)
             unit = Unit(shards, Region(at))
@@ -233,10 +234,3 @@ def stub_out(model: nn.Module, device: torch.device) -> None:
         return tensor.to(device)
 
     model._apply(stub)
-
-
-def _parameters_of(unit: FSDPModule) -> list[Any]:
-    """FSDP's own records of the parameters that are gathered with this unit."""
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [p for group in groups if group for p in group.fsdp_params]

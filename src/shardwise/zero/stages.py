@@ -29,14 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.optim.shards import local_of
 from shardwise.zero.units import choose_units
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, without a detour through autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class ShardedModel:
@@ -101,7 +97,7 @@ class ShardedModel:
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm of sharded gradients taken together, the same on every rank."""
         if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
-            norms = [torch._foreach_norm([local(g).float()])[0] for g in gradients]
+            norms = [torch._foreach_norm([local_of(g).float()])[0] for g in gradients]
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
             return total
         norm = nn.utils.get_total_norm(gradients)
@@ -129,3 +125,10 @@ def shard_model(
     options: dict[str, Any] = {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
     for unit in choose_units(model, blocks, bucket, mesh.size(1)):
         fully_shard(list(unit.modules) if len(unit.modules) > 1 else unit.modules[0], **options)
+
+
+def parameter_groups(unit: FSDPModule) -> list[Any]:
+    """FSDP's own records of what is gathered with this unit; torch 2.11 has one where later versions have a list."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group]

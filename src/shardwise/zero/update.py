@@ -13,8 +13,9 @@ from torch import nn
 
 from shardwise.optim.adam_mini import AdamMini
 from shardwise.optim.elementwise import Elementwise
+from shardwise.optim.shards import local_of
 from shardwise.zero.offload import OffloadedOptimizer
-from shardwise.zero.stages import ShardedModel, local
+from shardwise.zero.stages import ShardedModel
 
 
 class Update:
@@ -68,7 +69,7 @@ class Update:
 
     def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """A gradient is complete: for the norm."""
-        self._squares.append(torch.linalg.vector_norm(local(gradient), dtype=torch.float32).square())
+        self._squares.append(torch.linalg.vector_norm(local_of(gradient), dtype=torch.float32).square())
 
     def _step_one(self, parameter: torch.Tensor) -> None:
         if not self.sharded.last or parameter.grad is None:

@@ -1,0 +1,29 @@
+"""The shell of an optimizer that updates the parameters of a group together: what torch asks of `step`, once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Grouped(torch.optim.Optimizer):
+    """Steps group by group through `update`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.update(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    @abstractmethod
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """One step on some parameters of a group."""
