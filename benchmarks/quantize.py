@@ -70,7 +70,7 @@ def main() -> None:
         peers = quantize(gradients.view(PEERS, 1, part), bits, 1)
         one, total = packed_bytes(part, bits), torch.empty(1, part, device="cuda")
         show(f"sum of {PEERS} int{bits} → int{bits}, random rounding", peers.nbytes + one,
-             lambda bits=bits, peers=peers, part=part: requantize_sum(peers, part, bits, 1 / PEERS, 1))  # fmt: skip
+             lambda b=bits, peers=peers, part=part: requantize_sum(peers, part, b, b, 1 / PEERS, 1))  # fmt: skip
         show(f"sum of {PEERS} int{bits} → fp32", peers.nbytes + 4 * part,
              lambda bits=bits, peers=peers, out=total: sum_dequantized_into(out, peers, bits, 1 / PEERS))  # fmt: skip
     print("error of one round trip, as a share of the input's norm:")

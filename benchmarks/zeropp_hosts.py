@@ -6,6 +6,7 @@ directions, headers included, between the end of the first counted step and the 
 
     python benchmarks/zeropp_hosts.py --rate 400mbit --steps 6                      # bytes and step times
     python benchmarks/zeropp_hosts.py --rate none --steps 200 --variants zero3,all  # losses
+    python benchmarks/zeropp_hosts.py --rate here --device cuda --steps 200         # losses, no namespaces: no root
 
 `zero3` is stage 3 in bf16 as Shardwise runs it: gradients are reduced in fp32. `zero3-bf16` reduces them in bf16 too,
 which is the baseline that ZeRO++ is usually compared with; there is no setting for it, so this file makes it.
@@ -48,21 +49,29 @@ class Host:
     cable: str
     address: str
 
+    @property
+    def enter(self) -> list[str]:
+        """The words before a command that make it run there."""
+        return ["ip", "netns", "exec", self.name] if self.name else []
+
     def crossed(self) -> int:
-        """Bytes in and out so far."""
+        """Bytes in and out so far; none where both hosts are this one."""
         total = 0
+        if not self.name:
+            return total
         for direction in ("rx", "tx"):
             file = f"/sys/class/net/{self.cable}/statistics/{direction}_bytes"
-            out = subprocess.run(
-                ["ip", "netns", "exec", self.name, "cat", file], check=True, capture_output=True, text=True
-            )
+            out = subprocess.run([*self.enter, "cat", file], check=True, capture_output=True, text=True)
             total += int(out.stdout)
         return total
 
 
 @contextmanager
 def two_hosts(rate: str | None) -> Iterator[list[Host]]:
-    """Two namespaces and the cable; raises CalledProcessError where that is not permitted."""
+    """Two namespaces and the cable; raises CalledProcessError where that is not permitted. Or twice this machine."""
+    if rate == "here":
+        yield [Host("", "lo", "127.0.0.1")] * HOSTS
+        return
     tag = str(os.getpid() % 10**8)
     hosts = [Host(f"zeropp-{tag}-{i}", f"zp{tag}v{i}", ADDRESSES[i]) for i in range(HOSTS)]
 
@@ -80,23 +89,21 @@ def two_hosts(rate: str | None) -> Iterator[list[Host]]:
             ip("-n", host.name, "link", "set", "lo", "up")
             if rate is not None:
                 shape = f"tc qdisc add dev {host.cable} root tbf rate {rate} burst 1mb latency 100ms"
-                subprocess.run(
-                    ["ip", "netns", "exec", host.name, *shape.split()], check=True, capture_output=True, text=True
-                )
+                subprocess.run([*host.enter, *shape.split()], check=True, capture_output=True, text=True)
         yield hosts
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
 
 
-def start_ranks(hosts: list[Host], file: Path, variant: str, logs: Path) -> list[subprocess.Popen[bytes]]:
+def start_ranks(hosts: list[Host], port: int, file: Path, variant: str, logs: Path) -> list[subprocess.Popen[bytes]]:
     """The four ranks, as torchrun would start them."""
     children = []
     for rank in range(HOSTS * LOCAL):
         host = hosts[rank // LOCAL]
         env = os.environ | {
             "RANK": str(rank), "WORLD_SIZE": str(HOSTS * LOCAL), "LOCAL_RANK": str(rank % LOCAL),
-            "LOCAL_WORLD_SIZE": str(LOCAL), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT),
+            "LOCAL_WORLD_SIZE": str(LOCAL), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": host.cable, "OMP_NUM_THREADS": "1", "SHARDWISE_PROGRESS": "off",
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
@@ -106,7 +113,7 @@ def start_ranks(hosts: list[Host], file: Path, variant: str, logs: Path) -> list
         with (logs / f"{variant}-rank-{rank}.log").open("wb") as log:
             children.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", host.name, *command],
+                    [*host.enter, *command],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -134,7 +141,7 @@ def measure(hosts: list[Host], variant: str, run: dict[str, Any], work: Path, fi
     file = work / f"{variant}.yaml"
     parallel = {"zero": 3} | VARIANTS[variant]
     file.write_text(yaml.safe_dump(run | {"parallel": parallel, "output": str(output)}))
-    children = start_ranks(hosts, file, variant, work)
+    children = start_ranks(hosts, PORT + list(VARIANTS).index(variant), file, variant, work)
     marks: list[tuple[int, float, int]] = []
     try:
         while any(child.poll() is None for child in children):
@@ -191,8 +198,8 @@ def describe_run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "model": args.model,
         "data": {"train": str(DEMO / "pairs.jsonl"), "sequence_length": args.length},
         "train": {"steps": args.steps, "batch_size": args.batch, "micro_batch_size": 1, "learning_rate": 1e-4},
-        "precision": args.precision, "device": "cpu", "checkpoint": {"every": None}, "resume": "never",
-        "timeout": "30min",
+        "precision": args.precision, "device": args.device, "backend": "gloo", "timeout": "30min",
+        "checkpoint": {"every": None}, "resume": "never",
     }  # fmt: skip
     if args.eval_every:
         run["data"]["eval"] = heldout(work)
@@ -208,8 +215,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=96, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--eval-every", type=int, default=0)
-    parser.add_argument("--rate", default="400mbit", help="of the link, as tc writes it; none = as fast as it goes")
+    parser.add_argument("--rate", default="400mbit",
+                        help="of the link, as tc has it; none = as fast as it goes, here = no namespaces")  # fmt: skip
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--work", type=Path, default=Path("out/zeropp"))
     parser.add_argument("--reduce-in-bf16", metavar="RUN", help=argparse.SUPPRESS)
@@ -236,7 +245,8 @@ def _print(result: dict[str, Any], base: dict[str, Any], rate: str) -> None:
     line += f", loss of the last ten steps {last:.4f}"
     if result is not base:
         faster = (base["seconds"] or float("nan")) / seconds
-        line += f"; {base['bytes'] / result['bytes']:.2f}x fewer bytes, {faster:.2f}x faster than {base['variant']}"
+        fewer = f"{base['bytes'] / result['bytes']:.2f}x fewer bytes, " if result["bytes"] else ""
+        line += f"; {fewer}{faster:.2f}x faster than {base['variant']}"
     for step, loss in result["eval"]:
         line += f"; held out at {step}: {loss:.4f}"
     print(line, flush=True)

@@ -13,20 +13,27 @@ from support.tiny import tiny_run
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+# In bf16 the fused kernel rounds a master's last bit otherwise than PyTorch's AdamW; then weights flip a bit of bf16.
+BOUNDS = {"fp32": (1e-6, 1e-6), "bf16": (5e-4, 1e-2)}
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "eager"])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 12), (1, 4), (2, 2)], ids=["lean", "accumulated", "two-ranks"])
-def test_offloaded_equals_plain(where: str, clip: float | None, ranks: int, micro: int, tmp_path: Path) -> None:
+def test_offloaded_equals_plain(
+    precision: str, where: str, clip: float | None, ranks: int, micro: int, tmp_path: Path
+) -> None:
     results = []
     for place in ("none", where):
         run = tiny_run(
-            tmp_path, precision="bf16", device="cuda", backend="gloo", parallel__zero=3, train__clip=clip,
+            tmp_path, precision=precision, device="cuda", backend="gloo", parallel__zero=3, train__clip=clip,
             train__steps=8, train__micro_batch_size=micro, offload__optimizer=place, output=str(tmp_path / place),
         )  # fmt: skip
         results.append(run_ranks(scenarios.train, ranks, run)[0])
     plain, offloaded = results
     loss = max(abs(a - b) for a, b in zip(plain[0], offloaded[0], strict=True))
     parameter = max((plain[2][k] - offloaded[2][k]).abs().max().item() for k in plain[2])
-    print(f"\n{where}, clip {clip}, {ranks} ranks, micro-batch {micro}: loss {loss:.1e}, parameters {parameter:.1e}")
-    assert loss <= 1e-5 and parameter <= 1e-4
+    print(f"\n{precision}, {where}, clip {clip}, {ranks} × {micro}: loss {loss:.1e}, parameters {parameter:.1e}")
+    assert loss <= BOUNDS[precision][0] and parameter <= BOUNDS[precision][1]
     assert offloaded[0][-1] < offloaded[0][0] - 0.1

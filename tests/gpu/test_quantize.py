@@ -40,8 +40,13 @@ def test_kernels_equal_the_reference(bits: Any, seed: int | None, dtype: torch.d
         x = gradients(2, 3, n, dtype=dtype)
         for source in (x, x.transpose(0, 1)):
             plain = torch.empty(*source.shape[:2], reference.packed_bytes(n, bits), dtype=torch.uint8, device="cuda")
-            reference.quantize_into(plain, source, bits, seed)
+            reference.quantize_into(plain, source, bits, seed, None)
             same_but_for_ties(dispatch.quantize(source, bits, seed), plain)
+            if seed is None:
+                errors = [torch.full_like(source, 1e-3, dtype=torch.bfloat16).contiguous() for _ in range(2)]
+                reference.quantize_into(plain, source, bits, None, errors[0])
+                same_but_for_ties(dispatch.quantize(source, bits, None, errors[1]), plain)
+                assert ((errors[0] - errors[1]).abs() > 1e-6 + 0.01 * errors[0].abs()).float().mean() < 1e-3
         packed = dispatch.quantize(x, bits, seed)
         out, plain_out = torch.empty_like(x), torch.empty_like(x)
         dispatch.dequantize_into(out, packed, bits)
@@ -54,9 +59,10 @@ def test_kernels_equal_the_reference(bits: Any, seed: int | None, dtype: torch.d
         dispatch.sum_dequantized_into(total, packed, bits, 0.5)
         reference.sum_dequantized_into(plain_total, packed, bits, 0.5)
         assert torch.allclose(total, plain_total, rtol=1e-6, atol=1e-6)
-        again = torch.empty_like(packed[0])
-        reference.requantize_sum_into(again, packed, n, bits, 0.5, seed)
-        same_but_for_ties(dispatch.requantize_sum(packed, n, bits, 0.5, seed), again)
+        for to in (4, 8):
+            again = torch.empty(3, reference.packed_bytes(n, to), dtype=torch.uint8, device="cuda")
+            reference.requantize_sum_into(again, packed, n, bits, to, 0.5, seed, None)
+            same_but_for_ties(dispatch.requantize_sum(packed, n, bits, to, 0.5, seed), again)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -94,11 +100,11 @@ def test_zeropp_on_one_card(tmp_path: Path) -> None:
 
 def test_no_host_sync_in_the_kernels() -> None:
     x = gradients(4, 3, 5000)
-    dispatch.requantize_sum(dispatch.quantize(x, 4, 1), 5000, 4, 0.5, 1)
+    dispatch.requantize_sum(dispatch.quantize(x, 4, 1), 5000, 4, 4, 0.5, 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        packed = dispatch.requantize_sum(dispatch.quantize(x, 4, 2), 5000, 4, 0.5, 3)
+        packed = dispatch.requantize_sum(dispatch.quantize(x, 4, 2), 5000, 4, 4, 0.5, 3)
         dispatch.dequantize_into(torch.empty(3, 5000, device="cuda"), packed, 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")

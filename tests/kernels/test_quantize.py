@@ -31,9 +31,10 @@ def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def steps(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The distance of two codes, for each element."""
+    """The distance of the two codes about each element."""
     blocks = [b.abs().amax(-1, keepdim=True).expand_as(b) for b in x.float().split(BLOCK, dim=-1)]
-    return torch.cat(blocks, -1) * (1 + 2**-7) / {4: 7, 8: 127}[bits]
+    least = torch.cat(blocks, -1) * (1 + 2**-7) / {4: 64, 8: 127}[bits]
+    return least if bits == 8 else torch.maximum(least, x.abs())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -57,7 +58,7 @@ def test_size_counts_the_scales(bits: int, per_element: float) -> None:
 def test_random_rounding_has_no_bias_and_rounding_to_nearest_has(bits: int) -> None:
     """The part of a gradient below half a step: lost for good to nearest, kept on average at random."""
     x = heavy_tailed(1, 8 * BLOCK)
-    small = (x.abs() < steps(x, bits) / 2) & (x != 0)
+    small = (x.abs() < steps(x, bits) / 2.05) & (x != 0)
     repeats = 400
     mean = sum(there_and_back(x, bits, seed) for seed in range(repeats)) / repeats
     nearest = there_and_back(x, bits)
@@ -87,8 +88,9 @@ def test_sums_of_peers_and_packing_them_again(bits: int) -> None:
     total = torch.empty(rows, n)
     sum_dequantized_into(total, packed, bits, factor=0.25)
     assert torch.allclose(total, plain.sum(0) * 0.25, atol=1e-6)
-    again = requantize_sum(packed, n, bits, 0.25, seed=9)
-    assert torch.equal(again, quantize(total, bits, seed=9)), "one pass or two, the same bytes"
+    for to in (4, 8):
+        again = requantize_sum(packed, n, bits, to, 0.25, seed=9)
+        assert torch.equal(again, quantize(total, to, seed=9)), "one pass or two, the same bytes"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -50,7 +50,7 @@ def _both(gather: Any, value: torch.Tensor, group: Any, node: int) -> tuple[torc
     return out, reference, sum(wire.bytes.values()), sum(wire.across.values())
 
 
-def reductions(node: int, shard: int, cases: list[tuple[int, Any, int]]) -> list[dict[str, Any]]:
+def reductions(node: int, shard: int, feedback: bool, cases: list[tuple[int, Any, int]]) -> list[dict[str, Any]]:
     """For each (n, op, repeats): one quantised reduction, the mean of `repeats` of them, the exact one, and the bytes
     of one, in all and across nodes. Each rank's slice has a size of its own, so that a swap would show."""
     from shardwise.zero.account import WireCount
@@ -58,9 +58,9 @@ def reductions(node: int, shard: int, cases: list[tuple[int, Any, int]]) -> list
 
     torch.manual_seed(0)  # what rounding is seeded by
     hops, group = _world(node, shard)
-    reduce = GradientReduce(hops if node < shard else None)
     results = []
     for n, op, repeats in cases:
+        reduce = GradientReduce(hops if node < shard else None, feedback)
         gradient = torch.randn(shard, n, generator=torch.Generator().manual_seed(dist.get_rank()))
         gradient *= 10.0 ** torch.arange(shard)[:, None]
         outs = []
@@ -74,7 +74,8 @@ def reductions(node: int, shard: int, cases: list[tuple[int, Any, int]]) -> list
         factor = {"avg": 1 / shard, "sum": 1.0}.get(op, op)
         exact = every.view(shard, shard, n).sum(0)[group.rank()] * factor
         results.append({"one": outs[0], "mean": torch.stack(outs).mean(0), "exact": exact,
-                        "bytes": sum(wire.bytes.values()), "across": sum(wire.across.values())})  # fmt: skip
+                        "held": reduce.error_bytes, "bytes": sum(wire.bytes.values()),
+                        "across": sum(wire.across.values())})  # fmt: skip
     return results
 
 

@@ -41,6 +41,8 @@ def block_gradients(
     from shardwise.zero.activations import place_inputs
 
     ranks = dist.get_world_size()
+    if device == "cuda":
+        torch.cuda.set_device(0)  # all ranks share the card; the mesh would look for one per rank
     mesh = init_device_mesh(device, (shard, ranks // shard), mesh_dim_names=("shard", "tensor"))
     model = tiny_model(config, device)
     blocks = find_blocks(model)

@@ -1,4 +1,4 @@
-"""ZeRO++ in training: hpZ changes nothing but the way of the bytes; int8 and int4 change the loss by little."""
+"""ZeRO++ in training: hpZ changes nothing but the way of the bytes; 8 and 4 bits change the loss by little."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_hpz_is_exact_with_recomputation_replicas_and_evaluation(shared: Path) -
     assert a == b
 
 
-# The largest difference of the loss in which it falls by more than 0.3; measured over 20 steps: qwZ 5e-3, qgZ 3e-2.
+# The largest difference of the loss in which it falls by more than 0.3; measured over 20 steps: qwZ 5e-3, qgZ 2e-2.
 @pytest.mark.parametrize(
     ("name", "parallel", "bound"),
     [("all", HPZ | QWZ | QGZ, 0.1),
@@ -68,7 +68,7 @@ def test_quantised_training_keeps_the_loss(
 
 
 def test_the_same_run_rounds_the_same(shared: Path) -> None:
-    """Random rounding of gradients is seeded by the step, so a repeat (and a resume) is bit-identical."""
+    """A repeat is bit-identical, and so is a resume: what rounding lost ends with a checkpoint."""
     runs = [a_run(shared, name, HPZ | QWZ | QGZ, train__steps=4, checkpoint__every=2) for name in ("first", "second")]
     first, second = (run_ranks(plusplus.train_on_nodes, 4, run, NODE)[0] for run in runs)
     assert first[0] == second[0] and all(torch.equal(first[2][k], second[2][k]) for k in first[2])
@@ -98,8 +98,8 @@ def test_wire_and_memory(shared: Path, cpu_precision_env: dict[str, str]) -> Non
     assert results["hpz"]["gathers"] == {(0, 2): units, (0, 1): 6 * units}, "across nodes once a step and unit"
     assert results["hpz"]["secondary"] == near(2 / NODE) and results["hpz"]["held"][-1][1] == 0
     assert (results["qwz"]["moved"], results["qwz"]["crossed"]) == (near(3 * (2 + 4)), near(3 * 3))
-    assert (results["qgz"]["moved"], results["qgz"]["crossed"]) == (near(3 * (4 + 0.75)), near(3 * (2 + 0.125)))
-    assert (results["all"]["moved"], results["all"]["crossed"]) == (near(0.5 + 6 + 3 * 0.75), near(0.25 + 3 * 0.125))
+    assert (results["qgz"]["moved"], results["qgz"]["crossed"]) == (near(3 * (4 + 1.25)), near(3 * (2 + 0.125)))
+    assert (results["all"]["moved"], results["all"]["crossed"]) == (near(0.5 + 6 + 3 * 1.25), near(0.25 + 3 * 0.125))
     assert results["all"]["secondary"] == near(1 / NODE), "the secondary shard is int8 too"
 
 

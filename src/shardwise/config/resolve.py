@@ -236,7 +236,7 @@ def check_plusplus(parallel: Parallel, ranks: int) -> None:
     if parallel.quantize_weights and zero == 0:
         raise UserError("parallel.quantize_weights", True, "stage 0 gathers no weights", remedy)
     if parallel.quantize_gradients and zero == 0:
-        problem = "stage 0 all-reduces its gradients; int4 is for those that are reduced into shards"
+        problem = "stage 0 all-reduces its gradients; 4 bits are for those that are reduced into shards"
         raise UserError("parallel.quantize_gradients", True, problem, remedy)
     if secondary is None:
         return

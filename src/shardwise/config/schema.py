@@ -281,7 +281,13 @@ class Parallel(Section):
         default=None, description="hpZ: keep a second copy of the parameters divided over this many ranks of a node"
     )
     quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
-    quantize_gradients: bool = Field(default=False, description="qgZ: reduce the gradients as int4")
+    quantize_gradients: bool = Field(
+        default=False, description="qgZ: reduce the gradients in 4 bits, in 8 within a node"
+    )
+    gradient_feedback: bool = Field(
+        default=True,
+        description="qgZ adds what rounding lost to the next gradient; 2 bytes per parameter over the ranks of a node",
+    )
     bucket: SomeSize | None = Field(
         default=None,
         description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB: blocks are divided "

@@ -45,6 +45,7 @@ def save(engine: Engine, root: Path, tag: str, extra: dict[str, Any], latest: bo
     trainer = {"updates": engine.updates, "scaler": engine.scaler.state_dict(), "extra": {}, "frozen": frozen}
     config = engine.config.model_dump_json()
     store.save(engine.updates, tensors, trainer, config, lambda folder: torch.save(extra, folder / EXTRA), None)
+    engine.sharded.saved()
     if latest and engine.world.is_main:
         partial = root / f".{LATEST}"
         partial.write_text(tag)

@@ -1,9 +1,19 @@
-"""Block quantisation to int8 and int4: rows of floats become rows of bytes that one collective can send.
+"""Block quantisation to 8 and 4 bits: rows of floats become rows of bytes that one collective can send.
 
 [Note: packed rows] A row of n floats is cut into blocks of BLOCK, the last one filled up with zeros. Each block has one
-bf16 scale and symmetric codes in ±127 or ±7. The row's codes come first, then its scales, then zeros up to a multiple
-of ALIGN bytes, so that rows lie next to each other and each can be read on its own. int4 puts element j of a block into
-the low half of byte j and element j + BLOCK/2 into the high half: both halves are then read without a stride.
+bf16 scale and symmetric codes: ±127 steps, or a sign and a power of two. The row's codes come first, then its scales,
+then zeros up to a multiple of ALIGN bytes, so that rows lie next to each other and each can be read on its own. With 4
+bits, element j of a block is in the low half of byte j and element j + BLOCK/2 in the high half: both halves are then
+read without a stride.
+
+[Note: powers of two] 4 bits are a sign and one of 0, 1, 2, 4 … 64 in units of the scale, not ±7 steps. Most gradients
+of a block are far below its largest; with steps they come out as 0 or as a multiple of themselves, and to Adam, which
+divides by their mean square, that is worse than an error of the same share on every element, large or small.
+
+[Note: what rounding lost] With an `error` buffer the rounding is to nearest, what it lost goes there, and is added the
+next time: over some steps nothing is lost, and nothing is random. 200 steps of SmolLM2-135M on 117 documents, 2 nodes,
+above the loss of fp32 gradients: ±7 steps at random 24%, powers of two at random 13%, steps with error buffer 25%,
+powers of two with it 0.4%.
 
 [Note: rounding] Weights round to nearest: it is exact to half a step, and every rank must come to the same codes.
 Gradients round at random (`seed`): to nearest, whatever is smaller than half a step is lost in each block of each step,
@@ -31,11 +41,14 @@ def packed_bytes(n: int, bits: Bits) -> int:
     return reference.packed_bytes(n, bits)
 
 
-def quantize(x: torch.Tensor, bits: Bits, seed: int | None = None) -> torch.Tensor:
-    """(…, n) floats, contiguous along n → (…, packed_bytes) uint8; a seed (31 bits) rounds at random."""
+def quantize(x: torch.Tensor, bits: Bits, seed: int | None = None, error: torch.Tensor | None = None) -> torch.Tensor:
+    """(…, n) floats, contiguous along n → (…, packed_bytes) uint8; a seed (31 bits) rounds at random.
+
+    `error` (shaped as x) is added to x and then holds what rounding lost.
+    """
     out = torch.empty(*x.shape[:-1], packed_bytes(x.shape[-1], bits), dtype=torch.uint8, device=x.device)
     if x.numel():
-        _backend(x).quantize_into(_three(out), _three(x), bits, seed)
+        _backend(x).quantize_into(_three(out), _three(x), bits, seed, None if error is None else _three(error))
     return out
 
 
@@ -51,11 +64,20 @@ def sum_dequantized_into(out: torch.Tensor, packed: torch.Tensor, bits: Bits, fa
         _backend(out).sum_dequantized_into(_two(out), packed.flatten(1, -2), bits, factor)
 
 
-def requantize_sum(packed: torch.Tensor, n: int, bits: Bits, factor: float, seed: int | None) -> torch.Tensor:
-    """(peers, …, packed_bytes) → factor × the sum over peers, packed again (…, packed_bytes), in one pass."""
-    out = torch.empty(packed.shape[1:], dtype=torch.uint8, device=packed.device)
+def requantize_sum(
+    packed: torch.Tensor,
+    n: int,
+    bits: Bits,
+    to: Bits,
+    factor: float,
+    seed: int | None = None,
+    error: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(peers, …, packed_bytes) → factor × the sum over peers, packed again in `to` bits, in one pass."""
+    out = torch.empty(*packed.shape[1:-1], packed_bytes(n, to), dtype=torch.uint8, device=packed.device)
     if n:
-        _backend(out).requantize_sum_into(_two(out), packed.flatten(1, -2), n, bits, factor, seed)
+        kept = None if error is None else _two(error)
+        _backend(out).requantize_sum_into(_two(out), packed.flatten(1, -2), n, bits, to, factor, seed, kept)
     return out
 
 

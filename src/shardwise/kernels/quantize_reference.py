@@ -12,7 +12,7 @@ import torch
 
 BLOCK = 128  # 1.6% of int8 and 3.1% of int4 go to scales; larger blocks save little and lose precision
 ALIGN = 16  # bytes; the widest load of a GPU thread
-LARGEST = {4: 7, 8: 127}
+LARGEST = {4: 64, 8: 127}  # what the largest code stands for, in units of the scale
 # A scale rounds to bf16 by up to 2⁻⁹ of itself; this much more keeps the largest element within the codes.
 HEADROOM = 1 + 2**-8
 PIECE = 512  # blocks: 256 KiB of fp32
@@ -25,14 +25,15 @@ def packed_bytes(n: int, bits: int) -> int:
     return -(-(blocks * (BLOCK * bits // 8 + 2)) // ALIGN) * ALIGN
 
 
-def quantize_into(out: torch.Tensor, x: torch.Tensor, bits: int, seed: int | None) -> None:
+def quantize_into(out: torch.Tensor, x: torch.Tensor, bits: int, seed: int | None, error: torch.Tensor | None) -> None:
     """(outer, inner, n) floats → (outer, inner, packed_bytes)."""
     outer, inner, n = x.shape
     for i in range(outer):
         for j in range(inner):
             codes, scales = _cleared(out[i, j], n, bits)
+            kept = None if error is None else error[i, j]
             for at, piece in _pieces(x[i, j], n):
-                _quantize_piece(codes, scales, piece, at, bits, seed, i * inner + j)
+                _quantize_piece(codes, scales, piece, at, bits, seed, i * inner + j, kept)
 
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
@@ -54,13 +55,21 @@ def sum_dequantized_into(out: torch.Tensor, packed: torch.Tensor, bits: int, fac
 
 
 def requantize_sum_into(
-    out: torch.Tensor, packed: torch.Tensor, n: int, bits: int, factor: float, seed: int | None
+    out: torch.Tensor,
+    packed: torch.Tensor,
+    n: int,
+    bits: int,
+    to: int,
+    factor: float,
+    seed: int | None,
+    error: torch.Tensor | None,
 ) -> None:
-    """(peers, rows, packed_bytes) → (rows, packed_bytes)."""
+    """(peers, rows, packed_bytes) → (rows, packed_bytes), from one width to another."""
     for row, target in enumerate(out):
-        codes, scales = _cleared(target, n, bits)
+        codes, scales = _cleared(target, n, to)
+        kept = None if error is None else error[row]
         for at, values in _sums(packed[:, row], n, bits, factor):
-            _quantize_piece(codes, scales, values, at, bits, seed, row)
+            _quantize_piece(codes, scales, values, at, to, seed, row, kept)
 
 
 def _parts(row: torch.Tensor, n: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,33 +98,64 @@ def _pieces(row: torch.Tensor, n: int) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _quantize_piece(
-    codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, at: int, bits: int, seed: int | None, row: int
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    x: torch.Tensor,
+    at: int,
+    bits: int,
+    seed: int | None,
+    row: int,
+    error: torch.Tensor | None,
 ) -> None:
-    largest, end = LARGEST[bits], at + len(x)
-    scale = (x.abs().amax(1) * (HEADROOM / largest)).to(torch.bfloat16)
+    end = at + len(x)
+    if error is not None:
+        before = error[at * BLOCK : end * BLOCK].float()
+        x = x + torch.nn.functional.pad(before, (0, x.numel() - len(before))).view_as(x)
+    scale = (x.abs().amax(1) * (HEADROOM / LARGEST[bits])).to(torch.bfloat16)
     scales[at:end] = scale
     step = scale.float()
     y = x * torch.where(step > 0, step.reciprocal(), 0.0)[:, None]
-    if seed is None:
-        y.round_()
-    else:
-        y.add_(_noise(row * len(scales) + at, len(x), seed, x.device)).floor_()
-    code = y.clamp_(-largest, largest).to(torch.int8)
+    noise = None if seed is None else _noise(row * len(scales) + at, len(x), seed, x.device)
+    code = _steps(y, noise) if bits == 8 else _powers(y, noise)
     if bits == 4:
-        low, high = code[:, : BLOCK // 2], code[:, BLOCK // 2 :]
-        code = (low & 15) | (high << 4)
+        code = code[:, : BLOCK // 2] | (code[:, BLOCK // 2 :] << 4)
     codes[at:end] = code.view(torch.uint8)
+    if error is not None:
+        lost = x - _dequantize_piece(codes, scales, at, bits)[: len(x)]
+        _store(error, lost.nan_to_num_(0.0, 0.0, 0.0), at)
+
+
+def _steps(y: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    """Codes of equal distance."""
+    y = y.round_() if noise is None else y.add_(noise).floor_()
+    return y.clamp_(-LARGEST[8], LARGEST[8]).to(torch.int8)
+
+
+def _powers(y: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    """Codes of a sign and a power of two; see quantize's note."""
+    size = y.abs()
+    if noise is None:
+        exponent = ((size * (4 / 3)).view(torch.int32) >> 23) - 127
+        code = torch.where(size < 0.5, 0, exponent.clamp(0, 6) + 1)
+    else:
+        exponent = ((size.view(torch.int32) + (noise * 2**23).to(torch.int32)) >> 23) - 127
+        code = torch.where(size < 1, (size + noise).floor().to(torch.int32), exponent.clamp(0, 6) + 1)
+    return (code | torch.where((y < 0) & (code > 0), 8, 0)).to(torch.uint8)
 
 
 def _dequantize_piece(codes: torch.Tensor, scales: torch.Tensor, at: int, bits: int) -> torch.Tensor:
-    code = codes[at : at + PIECE].view(torch.int8)
     step = scales[at : at + PIECE].float()[:, None]
     if bits == 8:
-        return code * step
-    values = torch.empty(len(code), BLOCK, device=code.device)
-    torch.mul((code << 4) >> 4, step, out=values[:, : BLOCK // 2])
-    torch.mul(code >> 4, step, out=values[:, BLOCK // 2 :])
-    return values
+        return codes[at : at + PIECE].view(torch.int8) * step
+    code = codes[at : at + PIECE].to(torch.int32)
+    return _sizes(str(code.device))[torch.cat([code & 15, code >> 4], 1)] * step
+
+
+@lru_cache
+def _sizes(device: str) -> torch.Tensor:
+    """What each of the 16 codes stands for."""
+    sizes = [0.0] + [2.0**k for k in range(7)]
+    return torch.tensor(sizes + [-s for s in sizes], device=device)
 
 
 def _sums(rows: torch.Tensor, n: int, bits: int, factor: float) -> Iterator[tuple[int, torch.Tensor]]:

@@ -34,26 +34,71 @@ def _noise(block, seed, HALF: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constex
 
 
 @triton.jit
+def _step(y, noise, LIMIT: tl.constexpr, RANDOM: tl.constexpr):
+    """Codes of equal distance."""
+    y = tl.floor(y + noise) if RANDOM else libdevice.rint(y)  # half to even, as torch.round
+    return tl.minimum(tl.maximum(y, -LIMIT), LIMIT).to(tl.int32)
+
+
+@triton.jit
+def _power(y, noise, RANDOM: tl.constexpr):
+    """Codes of a sign and a power of two, as the reference's `_powers`."""
+    size = tl.abs(y)
+    if RANDOM:
+        bits = size.to(tl.int32, bitcast=True) + (noise * 8388608.0).to(tl.int32)
+        small = tl.floor(size + noise).to(tl.int32)
+        code = tl.where(size < 1.0, small, tl.minimum(tl.maximum((bits >> 23) - 127, 0), 6) + 1)
+    else:
+        bits = (size * (4 / 3)).to(tl.int32, bitcast=True)
+        code = tl.where(size < 0.5, 0, tl.minimum(tl.maximum((bits >> 23) - 127, 0), 6) + 1)
+    return tl.where((y < 0) & (code > 0), code | 8, code)
+
+
+@triton.jit
+def _value(code, BITS: tl.constexpr):
+    """What a code stands for, in units of the scale."""
+    if BITS == 4:
+        size = tl.where((code & 7) == 0, 0.0, ((126 + (code & 7)) << 23).to(tl.float32, bitcast=True))
+        return tl.where(code > 7, -size, size)
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
 def _write(
-    low, high, out, codes_end, block, blocks, noise_at, seed,
+    low, high, out, error, n, codes_end, block, blocks, noise_at, seed,
     BITS: tl.constexpr, HALF: tl.constexpr, LIMIT: tl.constexpr, ROOM: tl.constexpr,
-    RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr,
+    RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Quantises (TILE, HALF) × 2 and stores codes and scales of one row."""
+    """Quantises (TILE, HALF) × 2 and stores codes and scales of one row, and what was lost if KEEP."""
+    at = block.to(tl.int64)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    if KEEP:
+        low += tl.load(error + at, mask=at < n, other=0.0).to(tl.float32)
+        high += tl.load(error + at + HALF, mask=at + HALF < n, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     # max() passes over nan, and nan has no code: it must show in the scale.
     broken = tl.sum((low != low).to(tl.int32) + (high != high).to(tl.int32), 1) > 0
     scale = tl.where(broken, float("nan"), most * ROOM).to(tl.bfloat16)
     step = scale.to(tl.float32)
     inverse = tl.where(step > 0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step), 0.0)[:, None]
-    low, high = low * inverse, high * inverse
+    noise_low, noise_high = low, high
     if RANDOM:
         noise_low, noise_high = _noise(noise_at + block, seed, HALF, GOLD, UNIT)
-        low, high = tl.floor(low + noise_low), tl.floor(high + noise_high)
+    if BITS == 4:
+        code_low = _power(low * inverse, noise_low, RANDOM)
+        code_high = _power(high * inverse, noise_high, RANDOM)
     else:
-        low, high = libdevice.rint(low), libdevice.rint(high)  # half to even, as torch.round
-    low = tl.minimum(tl.maximum(low, -LIMIT), LIMIT).to(tl.int32)
-    high = tl.minimum(tl.maximum(high, -LIMIT), LIMIT).to(tl.int32)
+        code_low = _step(low * inverse, noise_low, LIMIT, RANDOM)
+        code_high = _step(high * inverse, noise_high, LIMIT, RANDOM)
+    if KEEP:
+        lost_low = low - _value(code_low, BITS) * step[:, None]
+        lost_high = high - _value(code_high, BITS) * step[:, None]
+        # Of a block with inf or nan nothing is kept: it would come back for ever.
+        lost_low = tl.where(tl.abs(lost_low) < float("inf"), lost_low, 0.0)
+        lost_high = tl.where(tl.abs(lost_high) < float("inf"), lost_high, 0.0)
+        tl.store(error + at, lost_low.to(error.dtype.element_ty), mask=at < n)
+        tl.store(error + at + HALF, lost_high.to(error.dtype.element_ty), mask=at + HALF < n)
+    low, high = code_low, code_high
     mine = block < blocks
     j = tl.arange(0, HALF)
     tl.store((out + codes_end).to(tl.pointer_type(tl.bfloat16)) + block, scale, mask=mine)
@@ -76,19 +121,19 @@ def _read(packed, codes_end, block, blocks, BITS: tl.constexpr, HALF: tl.constex
     if BITS == 4:
         place = block.to(tl.int64)[:, None] * HALF + j[None, :]
         pair = tl.load(packed + place, mask=mine[:, None], other=0).to(tl.int32)
-        low, high = (pair << 28) >> 28, (pair << 24) >> 28
+        low, high = pair & 15, pair >> 4
     else:
         place = block.to(tl.int64)[:, None] * (2 * HALF) + j[None, :]
         low = tl.load(packed + place, mask=mine[:, None], other=0).to(tl.int8, bitcast=True)
         high = tl.load(packed + place + HALF, mask=mine[:, None], other=0).to(tl.int8, bitcast=True)
-    return low.to(tl.float32) * step, high.to(tl.float32) * step
+    return _value(low, BITS) * step, _value(high, BITS) * step
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _quantize(
-    out, x, n, blocks, inner, x_outer, x_inner, out_outer, out_inner, codes_end, seed,
+    out, x, error, n, blocks, inner, x_outer, x_inner, out_outer, out_inner, error_outer, error_inner, codes_end, seed,
     BITS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr, LIMIT: tl.constexpr,
-    ROOM: tl.constexpr, RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr,
+    ROOM: tl.constexpr, RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     i, j = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
@@ -98,7 +143,10 @@ def _quantize(
     low = tl.load(source + at, mask=at < n, other=0.0).to(tl.float32)
     high = tl.load(source + at + HALF, mask=at + HALF < n, other=0.0).to(tl.float32)
     target = out + i * out_outer + j * out_inner
-    _write(low, high, target, codes_end, block, blocks, row * blocks, seed, BITS, HALF, LIMIT, ROOM, RANDOM, GOLD, UNIT)
+    _write(
+        low, high, target, error + i * error_outer + j * error_inner, n, codes_end, block, blocks, row * blocks, seed,
+        BITS, HALF, LIMIT, ROOM, RANDOM, GOLD, UNIT, KEEP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -118,11 +166,12 @@ def _dequantize(
 
 @triton.jit(do_not_specialize=["seed"])
 def _sum(
-    out, packed, n, blocks, out_row, packed_peer, packed_row, codes_end, factor, seed,
-    PEERS: tl.constexpr, AGAIN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr,
+    out, packed, error, n, blocks, out_row, error_row, packed_peer, packed_row, codes_end, out_codes_end, factor, seed,
+    PEERS: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, TILES: tl.constexpr,
     LIMIT: tl.constexpr, ROOM: tl.constexpr, RANDOM: tl.constexpr, GOLD: tl.constexpr, UNIT: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the peers' rows in fp32; stores floats, or packs the sum AGAIN."""
+    """Adds up the peers' rows in fp32; stores floats, or packs the sum in TO bits."""
     row = tl.program_id(1)
     block = tl.program_id(0) * TILES + tl.arange(0, TILES)
     source = packed + row.to(tl.int64) * packed_row
@@ -134,10 +183,10 @@ def _sum(
         source += packed_peer
     low, high = low * factor, high * factor
     target = out + row.to(tl.int64) * out_row
-    if AGAIN:
+    if TO:
         _write(
-            low, high, target, codes_end, block, blocks, row * blocks, seed,
-            BITS, HALF, LIMIT, ROOM, RANDOM, GOLD, UNIT,
+            low, high, target, error + row.to(tl.int64) * error_row, n, out_codes_end, block, blocks, row * blocks,
+            seed, TO, HALF, LIMIT, ROOM, RANDOM, GOLD, UNIT, KEEP,
         )  # fmt: skip
     else:
         at = block.to(tl.int64)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
@@ -145,13 +194,15 @@ def _sum(
         tl.store(target + at + HALF, high.to(out.dtype.element_ty), mask=at + HALF < n)
 
 
-def quantize_into(out: torch.Tensor, x: torch.Tensor, bits: int, seed: int | None) -> None:
+def quantize_into(out: torch.Tensor, x: torch.Tensor, bits: int, seed: int | None, error: torch.Tensor | None) -> None:
     """(outer, inner, n) floats → (outer, inner, packed_bytes)."""
     outer, inner, n = x.shape
+    kept = x if error is None else error
     _clear_tail(out, n, bits)
     _quantize[_grid(n, outer * inner)](
-        out, x, n, _blocks(n), inner, x.stride(0), x.stride(1), out.stride(0), out.stride(1), _codes_end(n, bits),
-        seed or 0, **_shape(bits), **_rounding(bits, seed), num_warps=WARPS,
+        out, x, kept, n, _blocks(n), inner, x.stride(0), x.stride(1), out.stride(0), out.stride(1), kept.stride(0),
+        kept.stride(1), _codes_end(n, bits), seed or 0, **_shape(bits), **_rounding(bits, seed),
+        KEEP=error is not None, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -166,24 +217,40 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
 
 def sum_dequantized_into(out: torch.Tensor, packed: torch.Tensor, bits: int, factor: float) -> None:
     """(peers, rows, packed_bytes) → (rows, n)."""
-    _launch_sum(out, packed, out.shape[-1], bits, factor, None, again=False)
+    _launch_sum(out, packed, out.shape[-1], bits, 0, factor, None, None)
 
 
 def requantize_sum_into(
-    out: torch.Tensor, packed: torch.Tensor, n: int, bits: int, factor: float, seed: int | None
+    out: torch.Tensor,
+    packed: torch.Tensor,
+    n: int,
+    bits: int,
+    to: int,
+    factor: float,
+    seed: int | None,
+    error: torch.Tensor | None,
 ) -> None:
-    """(peers, rows, packed_bytes) → (rows, packed_bytes)."""
-    _clear_tail(out, n, bits)
-    _launch_sum(out, packed, n, bits, factor, seed, again=True)
+    """(peers, rows, packed_bytes) → (rows, packed_bytes), from one width to another."""
+    _clear_tail(out, n, to)
+    _launch_sum(out, packed, n, bits, to, factor, seed, error)
 
 
 def _launch_sum(
-    out: torch.Tensor, packed: torch.Tensor, n: int, bits: int, factor: float, seed: int | None, again: bool
+    out: torch.Tensor,
+    packed: torch.Tensor,
+    n: int,
+    bits: int,
+    to: int,
+    factor: float,
+    seed: int | None,
+    error: torch.Tensor | None,
 ) -> None:
     peers, rows, _ = packed.shape
+    kept = out if error is None else error
     _sum[_grid(n, rows)](
-        out, packed, n, _blocks(n), out.stride(0), packed.stride(0), packed.stride(1), _codes_end(n, bits),
-        float(factor), seed or 0, PEERS=peers, AGAIN=again, **_shape(bits), **_rounding(bits, seed), num_warps=WARPS,
+        out, packed, kept, n, _blocks(n), out.stride(0), kept.stride(0), packed.stride(0), packed.stride(1),
+        _codes_end(n, bits), _codes_end(n, to), float(factor), seed or 0, PEERS=peers, TO=to, **_shape(bits),
+        **_rounding(to or bits, seed), KEEP=error is not None, num_warps=WARPS,
     )  # fmt: skip
 
 

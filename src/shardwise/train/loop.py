@@ -161,6 +161,7 @@ def save(parts: Parts) -> None:
         job.run.model_dump_json(indent=1), lambda folder: write_model(folder, parts.sharded.model, job),
         position.best_step,
     )  # fmt: skip
+    parts.sharded.saved()
 
 
 def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:

@@ -5,7 +5,8 @@ its own. Both collectives go in two hops, so that what crosses nodes is as littl
   gather   across nodes first: the rank then has the slices of its place on every node, which is 1/local of the whole.
            That is hpZ's secondary shard. The hop within the node completes it, and is all that later gathers need.
   reduce   within the node first: the rank then has the node's sum of every slice of its place, 1/local of the whole.
-           Only that crosses nodes. In each hop the sums are made in fp32, of what arrived as int4.
+           Only that crosses nodes. In each hop the sums are made in fp32, of what arrived: 8 bits from within the
+           node, 4 from other nodes.
 Between the hops slices lie by place and then by node, not in the order of ranks: the buffers are read and written with
 strides, and nothing is copied for it except by a gather that is not quantised.
 
@@ -26,6 +27,8 @@ from shardwise.parallel.mesh import Hops
 
 WEIGHT_BITS: Bits = 8
 GRADIENT_BITS: Bits = 4
+# Within a node bandwidth is plenty, and rounding to 4 bits twice would make the error of the sum 1.4 times as large.
+NODE_GRADIENT_BITS: Bits = 8
 # torch 2.13 has a new name for it and warns of the old one, 2.11 has the old one only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -86,10 +89,25 @@ class WeightGather(AllGather):
 
 
 class GradientReduce(ReduceScatter):
-    """qgZ: a reduce-scatter by all-to-all of int4, in two hops where the group spans nodes; sums are in fp32."""
+    """One unit's qgZ: a reduce-scatter by all-to-all of 4 bits, in two hops where the group spans nodes.
 
-    def __init__(self, hops: Hops | None) -> None:
-        self._hops, self._seeds = hops, _Seeds()
+    With `feedback` what rounding to 4 bits lost is kept, in bf16, and added to the next reduction; see the note in
+    kernels/quantize.py. It is no part of a checkpoint: `forget` drops it when one is made, so that the run that goes on
+    and the run that resumes are the same.
+    """
+
+    def __init__(self, hops: Hops | None, feedback: bool = True) -> None:
+        self._hops, self._feedback, self._seeds = hops, feedback, _Seeds()
+        self._error: torch.Tensor | None = None
+
+    @property
+    def error_bytes(self) -> int:
+        """What is held of lost roundings."""
+        return 0 if self._error is None else self._error.nbytes
+
+    def forget(self) -> None:
+        """Drops what rounding lost."""
+        self._error = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP's buffers for whole gradients and for the shard."""
@@ -107,14 +125,24 @@ class GradientReduce(ReduceScatter):
         factor, n, hops = _factor(op, group.size()), output_tensor.numel(), self._hops
         target = output_tensor.view(1, n)
         if hops is None or 1 in (hops.within.size(), hops.across.size()):
-            sent = quantize(input_tensor.view(-1, 1, n), GRADIENT_BITS, self._seeds.next())
+            whole = input_tensor.view(-1, 1, n)
+            sent = quantize(whole, GRADIENT_BITS, *self._rounding(whole))
             sum_dequantized_into(target, _exchange(sent, group), GRADIENT_BITS, factor)
             return
         nodes, local = hops.across.size(), hops.within.size()
         by_place = input_tensor.view(nodes, local, n).transpose(0, 1)
-        arrived = _exchange(quantize(by_place, GRADIENT_BITS, self._seeds.next()), hops.within)
-        sent = requantize_sum(arrived, n, GRADIENT_BITS, 1.0, self._seeds.next())
+        arrived = _exchange(quantize(by_place, NODE_GRADIENT_BITS, self._seeds.next()), hops.within)
+        rounding = self._rounding(by_place[0])
+        sent = requantize_sum(arrived, n, NODE_GRADIENT_BITS, GRADIENT_BITS, 1.0, *rounding)
         sum_dequantized_into(target, _exchange(sent, hops.across).unsqueeze(1), GRADIENT_BITS, factor)
+
+    def _rounding(self, like: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
+        """A seed, or the buffer of what was lost."""
+        if not self._feedback:
+            return self._seeds.next(), None
+        if self._error is None:
+            self._error = torch.zeros_like(like, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+        return None, self._error
 
 
 def _gather(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
   secondary_shard     hpZ  the global gather happens once a step; later ones stay within `secondary_shard` ranks
   quantize_weights    qwZ  gathers as int8: half of bf16
-  quantize_gradients  qgZ  reductions as int4: an eighth of fp32; across nodes, of each node's sum only
+  quantize_gradients  qgZ  reductions in 4 bits: an eighth of fp32; across nodes, of each node's sum only
+  gradient_feedback        what those 4 bits lost is added the next time
 All act within a shard group. With hybrid sharding, the all-reduce between groups stays in fp32.
 """
 
@@ -38,9 +39,10 @@ def install_collectives(sharded: ShardedModel, parallel: Parallel, world: World,
             sharded.on_update.append(gather.forget)
     if parallel.quantize_gradients:
         node = ranks_per_node(shard, world.control)
-        reduce = GradientReduce(hops_of(node) if 1 < node < shard else None)
         for unit in units:
+            reduce = GradientReduce(hops_of(node) if 1 < node < shard else None, parallel.gradient_feedback)
             unit.set_custom_reduce_scatter(reduce)
+            sharded.on_save.append(reduce.forget)
 
 
 def describe_collectives(parallel: Parallel, shard: int, parameters: int, precision: str) -> str:
@@ -51,7 +53,7 @@ def describe_collectives(parallel: Parallel, shard: int, parameters: int, precis
     if parallel.quantize_weights:
         said.append("gathers in int8")
     if parallel.quantize_gradients:
-        said.append("reduces in int4")
+        said.append("reduces in 4 bits" + (", adding what was lost" if parallel.gradient_feedback else ""))
     if parallel.secondary_shard not in (None, shard):
         each = 1 if parallel.quantize_weights else {"fp32": 4}.get(precision, 2)
         held = each * parameters / parallel.secondary_shard / 2**20

@@ -44,6 +44,7 @@ class ShardedModel:
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.last = True  # whether the optimizer steps after the micro-batch under way
         self.on_update: list[Callable[[], None]] = []
+        self.on_save: list[Callable[[], None]] = []
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +85,11 @@ class ShardedModel:
     def updated(self) -> None:
         """After anything wrote to the parameters (the optimizer's step, a checkpoint): forgets copies of them."""
         for forget in self.on_update:
+            forget()
+
+    def saved(self) -> None:
+        """After a checkpoint: forgets what is no part of it, so that going on and resuming are the same."""
+        for forget in self.on_save:
             forget()
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
