@@ -80,8 +80,21 @@ def _model(value: Any) -> Any:
 class Source(Section):
     """One set of examples."""
 
-    path: str = Field(description="file, folder or glob: .jsonl (chat messages or text), .txt, .md", min_length=1)
-    format: Literal["auto", "chat", "text"] = Field(default="auto", description="auto reads it from the rows")
+    path: str = Field(description="file, folder, glob, saved dataset, or hub id (hf:owner/name)", min_length=1)
+    name: str | None = Field(default=None, description="of its loss curve; default: from the path")
+    format: Literal[
+        "auto", "chat", "sharegpt", "alpaca", "prompt", "text", "segments", "tokens", "preference", "kto", "pair"
+    ] = Field(default="auto", description="auto reads it from the rows and says why")
+    fields: dict[str, str] = Field(
+        default={}, description="our name: theirs, a.b for nested, e.g. {prompt: question, completion: answer.text}"
+    )
+    split: str | None = Field(default=None, description="of a dataset; default: train")
+    subset: str | None = Field(default=None, description="of a dataset (its config name)")
+    streaming: bool = Field(default=False, description="read a hub dataset as it arrives, without storing it")
+    weight: Number = Field(default=1.0, gt=0, description="how often its rows come up, against those of other sources")
+    epochs: Number | None = Field(
+        default=None, gt=0, description="passes over it in each epoch of the run; instead of a weight"
+    )
 
 
 def _sources(value: Any) -> Any:
@@ -116,6 +129,25 @@ ShareOrSources = Annotated[
 ]
 
 
+class Refine(Section):
+    """Rows that are left out before training; each is written to a file with its reason."""
+
+    min_tokens: Whole = Field(default=0, ge=0, description="shorter rows are left out")
+    max_tokens: Whole | None = Field(default=None, ge=1, description="longer rows are left out")
+    duplicates: Literal["keep", "exact", "near"] = Field(
+        default="keep", description="leave out repeats, or near repeats too (MinHash, by `similarity`)"
+    )
+    similarity: Number = Field(
+        default=0.8, gt=0, le=1, description="Jaccard similarity of word 5-grams from which rows are near repeats"
+    )
+    decontaminate: Whole = Field(
+        default=0, ge=0, description="leave out training rows that have this many words in a row from an eval source"
+    )
+    filter: str | None = Field(
+        default=None, description="keep rows for which this is true, e.g. \"len(text) > 20 and lang == 'en'\""
+    )
+
+
 class Data(Section):
     """What to learn from."""
 
@@ -125,10 +157,24 @@ class Data(Section):
     )
     sequence_length: Whole = Field(default=2048, ge=8, description="tokens per sequence")
     packing: bool = Field(default=True, description="several documents per sequence, none seeing another")
-    loss_on: Literal["assistant", "all"] = Field(default="assistant", description="chat tokens that are learned")
-    over_length: Literal["error", "drop", "truncate"] = Field(
-        default="error", description="a conversation longer than sequence_length; plain text is always split"
+    packing_window: Whole = Field(
+        default=65536, ge=1, description="documents that are shuffled and packed together; a source up to this size is "
+        "shuffled as a whole"
+    )  # fmt: skip
+    loss_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant", description="chat tokens that are learned: every answer, the last one, or everything"
     )
+    over_length: Literal["error", "drop", "truncate", "split"] | None = Field(
+        default=None, description="rows longer than sequence_length; default: error, and split for plain text"
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="a row that cannot be understood; skipped ones are counted and written to a file"
+    )
+    temperature: Number = Field(
+        default=1.0, gt=0, description="sources come up by size^(1/temperature): 1 = by size, large = equally often"
+    )
+    refine: Refine = Field(default_factory=lambda: Refine(), description="what to leave out")
+    workers: Whole | Literal["auto"] = Field(default="auto", description="processes that tokenise; auto = cores")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(parse_number)]

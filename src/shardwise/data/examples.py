@@ -1,0 +1,81 @@
+"""What a row of data is once it is understood: one shape for every format people bring.
+
+files → rows (files.py) → examples (formats.py) → documents (render.py) → chunks of tokens (store.py) → sequences
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Kind = Literal["chat", "text", "segments", "tokens", "preference", "kto", "pair"]
+Message = dict[str, Any]  # role and content, as chat templates take them; tool_calls, name, tool_call_id if any
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A row as its file has it: a mapping, or the text of a whole file. `number` counts rows of the source from 0."""
+
+    where: str
+    number: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example, understood. Which fields are set follows from its kind:
+
+    chat        messages (tools; weights: per message 0, 1 or None = as data.loss_on says)
+    text        text
+    segments    segments: (text, learned) pairs that are joined as they stand
+    tokens      tokens and learned (None = all)
+    preference  messages (the prompt), chosen, rejected: messages that answer it
+    kto         messages (the prompt), chosen: the answer, label: whether it is wanted
+    pair        prompt and text (the target); for seq2seq, and prompt and completion for a causal model
+    """
+
+    where: str
+    number: int
+    kind: Kind
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    weights: tuple[int | None, ...] = ()
+    text: str = ""
+    prompt: str = ""
+    segments: tuple[tuple[str, bool], ...] = ()
+    tokens: tuple[int, ...] = ()
+    learned: tuple[bool, ...] | None = None
+    chosen: tuple[Message, ...] = ()
+    rejected: tuple[Message, ...] = ()
+    label: bool | None = None
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids and, for each, whether it is learned (the first never is: nothing predicts it)."""
+
+    where: str
+    number: int
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+class BadRow(Exception):
+    """A row that cannot be used, and why; `data.on_bad_row` decides whether that ends the run."""
+
+    def __init__(self, where: str, number: int, problem: str, remedy: str) -> None:
+        super().__init__(where, number, problem, remedy)  # all of them: it must survive a trip between processes
+        self.where, self.number, self.problem, self.remedy = where, number, problem, remedy
+
+
+@dataclass
+class Fates:
+    """What became of rows that did not go in as they are: for each fate, the rows by place (file and line)."""
+
+    rows: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # fate → (where, reason)
+
+    def add(self, fate: str, where: str, reason: str = "") -> None:
+        """Notes one row."""
+        self.rows.setdefault(fate, []).append((where, reason))

@@ -1,0 +1,121 @@
+"""A source's tokens on disk, in chunks that can be read while later ones are still being made.
+
+[Note: chunks] Rows are tokenised in chunks of consecutive rows. A chunk is two arrays: the tokens of its documents one
+after the other, with the top bit set where a token is learned, and a table of its documents. The table is renamed into
+place last, so a chunk that is there is whole. `done.json` tells how many there are; `failed.json` that there will be no
+more, and why. Readers map the arrays: what a run holds in memory does not grow with the source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.examples import Document
+from shardwise.errors import UserError
+
+LEARNED = np.uint32(1 << 31)
+TABLE = np.dtype([("length", np.int32), ("supervised", np.int32), ("row", np.int64)])
+OPEN = 512  # chunks whose files are kept mapped
+POLL = 0.05  # seconds
+
+
+def write_chunk(folder: Path, index: int, documents: Sequence[Document]) -> None:
+    """Stores a chunk; whoever sees it sees all of it."""
+    table = np.empty(len(documents), dtype=TABLE)
+    parts = []
+    for row, document in zip(table, documents, strict=True):
+        tokens = document.tokens.astype(np.uint32)
+        parts.append(np.where(document.learned, tokens | LEARNED, tokens))
+        row["length"], row["supervised"], row["row"] = len(tokens), int(document.learned.sum()), document.number
+    flat = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
+    for array, suffix in ((flat, "tokens"), (table, "table")):
+        partial = folder / f".{index:07}.{suffix}.{os.getpid()}"
+        with partial.open("wb") as file:
+            np.save(file, array)
+        partial.rename(_file(folder, index, suffix))
+
+
+def finish(folder: Path, chunks: int, facts: dict[str, Any]) -> None:
+    """Says that all chunks are there, and what is known of the whole."""
+    _write(folder / "done.json", {"chunks": chunks} | facts)
+
+
+def fail(folder: Path, error: UserError) -> None:
+    """Says that there will be no more, and why."""
+    _write(folder / "failed.json", {"args": [error.field, error.value, error.problem, error.remedy]})
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, default=str))
+    partial.rename(file)
+
+
+def _file(folder: Path, index: int, suffix: str) -> Path:
+    return folder / f"{index:07}.{suffix}.npy"
+
+
+class TokenStore:
+    """The documents of one source, by chunk and place within it; waits for chunks that are still being made."""
+
+    def __init__(self, folder: Path, alive: Callable[[], bool] = lambda: True) -> None:
+        self.folder, self._alive = folder, alive
+        self._facts: dict[str, Any] | None = None
+        self._tables: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._tokens: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """What is known of the whole; None while it is being made."""
+        if self._facts is None and (self.folder / "done.json").is_file():
+            self._facts = json.loads((self.folder / "done.json").read_text())
+        return self._facts
+
+    def has(self, chunk: int) -> bool:
+        """Whether there is such a chunk; waits until it is there or the source has come to its end."""
+        while True:
+            if chunk in self._tables or _file(self.folder, chunk, "table").is_file():
+                return True
+            if self.facts is not None:
+                return chunk < int(self.facts["chunks"])
+            if (failed := self.folder / "failed.json").is_file():
+                raise UserError(*json.loads(failed.read_text())["args"])
+            if not self._alive():
+                problem = "the process that tokenises has died"
+                raise UserError("data", str(self.folder), problem, "start the run again; what is done is kept")
+            time.sleep(POLL)
+
+    def wait(self) -> dict[str, Any]:
+        """Waits for the whole and gives its facts."""
+        while self.facts is None:
+            self.has(1 << 60)
+        return self.facts
+
+    def table(self, chunk: int) -> np.ndarray:
+        """Length, learned tokens and row number of each document of a chunk."""
+        return self._opened(self._tables, chunk, "table")
+
+    def document(self, chunk: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and which of them are learned."""
+        ends = np.cumsum(self.table(chunk)["length"][: index + 1], dtype=np.int64)
+        start = int(ends[index - 1]) if index else 0
+        flat = self._opened(self._tokens, chunk, "tokens")[start : int(ends[index])]
+        return (flat & ~LEARNED).astype(np.int64), flat >= LEARNED
+
+    def _opened(self, kept: OrderedDict[int, np.ndarray], chunk: int, suffix: str) -> np.ndarray:
+        if chunk not in kept:
+            if not self.has(chunk):
+                raise IndexError(f"{self.folder} has no chunk {chunk}")
+            kept[chunk] = np.load(_file(self.folder, chunk, suffix), mmap_mode="r")
+            if len(kept) > OPEN:
+                kept.popitem(last=False)
+        kept.move_to_end(chunk)
+        return kept[chunk]
