@@ -16,6 +16,10 @@ class UserError(Exception):
         shown = "" if value is None else f" = {_short(value)}"
         super().__init__(f"{field}{shown}: {problem}\n  → {remedy}")
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
+        """Processes that work for us hand it on."""
+        return type(self), (self.field, self.value, self.problem, self.remedy)
+
 
 class RunFailed(Exception):
     """A run that started and ended badly: the message names rank, step, reason and log file."""

@@ -1,263 +1,241 @@
-"""Tokenises the sources once into arrays that every rank maps into memory.
+"""From the settings to token stores: what is in the cache is used, what is not is made.
 
-The result lies in the cache under a key made of the files' contents and everything that shapes the tokens, so a second
-run starts at once and a changed file is noticed. Documents that are too long are counted and named, never cut in
-silence.
+A source's folder in the cache is named by the contents of its files and everything that shapes its tokens, so a second
+run starts at once and a changed file is noticed. Small data are made here and now. Larger ones are made by a process of
+their own: a run that knows its number of steps begins with the first window of each source, one that counts in epochs
+waits for all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from filelock import FileLock, Timeout
 
-from shardwise.cache import cache_root, make_once
-from shardwise.config.schema import Data, Source
-from shardwise.data.render import Document, check_template, render_rows
-from shardwise.data.rows import Row, read_rows, source_files, unreadable
+from shardwise.cache import cache_root
+from shardwise.config.schema import Data
+from shardwise.data.files import content_digest, count_rows, source_files, source_size
+from shardwise.data.render import template_fingerprint
+from shardwise.data.store import TokenStore
+from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary
 from shardwise.errors import UserError
 
-FORMAT = 3  # raised when the same rows give other tokens or masks
+FORMAT = 4  # raised when the same rows give other tokens or masks
+INLINE = 8 << 20  # bytes of source files that are tokenised on the spot
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Documents as one flat array: tokens, what is learned, where each begins, which source it came from."""
+class PreparedSource:
+    """One source's tokens, perhaps still growing."""
 
-    tokens: np.ndarray
-    learned: np.ndarray
-    starts: np.ndarray
-    source: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
+    spec: Spec
+    folder: Path
+    store: TokenStore
+    held_out: TokenStore
+    rows: int | None = None  # where mixing needs to know beforehand
 
     @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.starts)
-
-    @property
-    def supervised(self) -> np.ndarray:
-        """Learned tokens per document."""
-        sums = np.concatenate([[0], np.cumsum(self.learned, dtype=np.int64)])
-        return np.asarray(sums[self.starts[1:]] - sums[self.starts[:-1]])
-
-
-@dataclass(frozen=True)
-class Bill:
-    """What became of one source."""
-
-    path: str
-    rows: int
-    documents: int
-    tokens: int
-    supervised: int
-    dropped: int = 0
-    truncated: int = 0
-    held_out: int = 0
+    def facts(self) -> dict[str, Any] | None:
+        """What became of its rows; None while it is being tokenised."""
+        return self.store.facts
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Training and evaluation documents, the bill per source, and a fingerprint that checkpoints carry."""
+    """Training and evaluation sources, and a fingerprint that checkpoints carry."""
 
-    train: Corpus
-    eval: Corpus | None
-    bills: list[Bill]
-    eval_bills: list[Bill]
+    train: list[PreparedSource]
+    eval: list[PreparedSource]
     fingerprint: str
-    largest_token: int
+    share: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is tokenised."""
+        return all(s.facts is not None for s in self.train + self.eval)
+
+    def wait(self) -> None:
+        """Waits until it is."""
+        for source in self.train + self.eval:
+            source.store.wait()
+
+    def total(self, name: str) -> int:
+        """A count over the training sources, as far as they are done."""
+        return sum(int(s.facts[name]) for s in self.train if s.facts is not None)
 
 
-def prepare_data(data: Data, tokenizer: Any, seed: int, say: Callable[[str], None] = lambda _: None) -> Prepared:
-    """Reads, renders and stores everything the run will learn from, or finds it in the cache."""
-    key = _key(data, tokenizer, seed)
-    folder = cache_root() / "data" / key
-    if not folder.is_dir():
-        say("reading and tokenising the data")
-    make_once(folder, lambda partial: _write(data, tokenizer, seed, partial))
-    meta = json.loads((folder / "bill.json").read_text())
-    return Prepared(
-        train=_open(folder / "train"),
-        eval=_open(folder / "eval") if (folder / "eval").is_dir() else None,
-        bills=[Bill(**b) for b in meta["train"]],
-        eval_bills=[Bill(**b) for b in meta["eval"]],
-        fingerprint=_fingerprint(meta["train_digest"], data, seed),
-        largest_token=meta["largest_token"],
-    )
+class Telling:
+    """Whom to tell how far it is; the default tells nobody."""
+
+    def rows(self, field: str, rows: int, tokens: int, total: int | None) -> None:
+        """So many more rows and tokens of a source are done."""
+
+    def close(self) -> None:
+        """All is done, or the wait is over."""
 
 
-def check_vocabulary(prepared: Prepared, vocabulary: int, tokenizer: str) -> None:
-    """Every token must have an embedding; a tokenizer may know more words than the model, if the data use none."""
-    if prepared.largest_token >= vocabulary:
-        problem = f"the data have token {prepared.largest_token}, the model knows {vocabulary} (0 to {vocabulary - 1})"
-        remedy = "use the model's own tokenizer, or for a model from scratch raise model.config.vocab_size"
-        raise UserError("model.tokenizer", tokenizer, problem, remedy)
-
-
-def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
-    train, evaluation = _Writer(), _Writer()
-    share = data.eval if isinstance(data.eval, float) else 0.0
-    bills = [
-        _add_source(source, index, f"data.train.{index}", data, tokenizer, seed, share, train, evaluation)
-        for index, source in enumerate(data.train)
-    ]
-    eval_bills = []
-    if not isinstance(data.eval, float):
-        eval_bills = [
-            _add_source(source, index, f"data.eval.{index}", data, tokenizer, seed, 0.0, evaluation, evaluation)
-            for index, source in enumerate(data.eval)
-        ]
-    if not train.documents:
-        paths = [s.path for s in data.train]
-        raise UserError("data.train", paths, "holds no example to train on", "check the files and data.over_length")
-    if share and not evaluation.documents:
-        problem = "nothing could be held out: every source has a single row"
-        raise UserError(
-            "data.eval", share, problem, "give data.eval files of its own, or write the data as several rows"
-        )
-    train.save(folder / "train")
-    if evaluation.documents:
-        evaluation.save(folder / "eval")
-    largest = max(int(d.tokens.max()) for d in train.documents + evaluation.documents)
-    bill: dict[str, Any] = {"train": [asdict(b) for b in bills], "eval": [asdict(b) for b in eval_bills]}
-    bill |= {"largest_token": largest, "train_digest": _digest_of(folder / "train")}
-    (folder / "bill.json").write_text(json.dumps(bill, indent=1))
-
-
-def _add_source(
-    source: Source,
-    index: int,
-    field: str,
+def prepare_data(
     data: Data,
     tokenizer: Any,
     seed: int,
-    share: float,
-    train: _Writer,
-    held: _Writer,
-) -> Bill:
-    rows = list(read_rows(source, field))
-    if not rows:
-        raise UserError(field, source.path, "holds no rows", "check the file, or leave it out")
-    if any(row.messages is not None for row in rows):
-        check_template(tokenizer, "model.tokenizer")
-    held_out = _held_out(len(rows), share, seed, index)
-    totals = dict.fromkeys(("documents", "tokens", "supervised", "dropped", "truncated"), 0)
-    refused: list[Document] = []
-    for number, document in enumerate(render_rows(rows, tokenizer, data.loss_on, field)):
-        pieces, fate = _fit(document, rows[number], data)
-        if fate == "refused":
-            refused.append(document)
-        elif fate:
-            totals[fate] += 1
-        for piece in pieces:
-            if not piece.learned.any():
-                continue
-            writer = held if number in held_out else train
-            writer.add(piece, index)
-            if writer is train:
-                totals["documents"] += 1
-                totals["tokens"] += len(piece.tokens)
-                totals["supervised"] += int(piece.learned.sum())
-    if refused:
-        raise _too_long(refused, data.sequence_length, field)
-    return Bill(path=source.path, rows=len(rows), held_out=len(held_out), **totals)
+    say: Callable[[str], None] = lambda _: None,
+    vocabulary: int | None = None,
+    early: bool = False,
+    telling: Telling | None = None,
+) -> Prepared:
+    """Finds or makes everything the run will learn from; `early` returns as soon as a run can begin."""
+    share = data.eval if isinstance(data.eval, float) else 0.0
+    specs = [Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary) for i, s in enumerate(data.train)]
+    evals = [] if isinstance(data.eval, float) else list(data.eval)
+    specs += [Spec(f"data.eval.{i}", i, s, data, seed, 0.0, vocabulary) for i, s in enumerate(evals)]
+    digests = [content_digest(spec.source, spec.field) for spec in specs]
+    everything = hashlib.sha256("".join(digests).encode()).hexdigest()
+    shape = template_fingerprint(tokenizer)
+    folders = [
+        cache_root() / "data" / _key(spec, digest, shape, everything)
+        for spec, digest in zip(specs, digests, strict=True)
+    ]
+    missing = [i for i, f in enumerate(folders) if not (f / "train/done.json").is_file()]
+    alive: Callable[[], bool] = lambda: False  # noqa: E731
+    if missing:
+        alive = _make(specs, folders, tokenizer, say, early, telling or Telling())
+    counted = _counts_needed(data)
+    sources = [
+        PreparedSource(
+            spec, folder, TokenStore(folder / "train", alive), TokenStore(folder / "eval", alive),
+            count_rows(spec.source, spec.field) if counted and spec.field.startswith("data.train") else None,
+        )
+        for spec, folder in zip(specs, folders, strict=True)
+    ]  # fmt: skip
+    train, evaluation = sources[: len(data.train)], sources[len(data.train) :]
+    prepared = Prepared(train, evaluation, _fingerprint(digests[: len(train)], shape, data, seed, share), share)
+    if not early:
+        prepared.wait()
+    _check(prepared, vocabulary)
+    return prepared
 
 
-def _too_long(documents: list[Document], limit: int, field: str) -> UserError:
-    first, lengths = documents[0], [len(d.tokens) for d in documents]
-    problem = f"the conversation has {lengths[0]} tokens, more than data.sequence_length = {limit}"
-    if len(lengths) > 1:
-        problem += f" (so do {len(lengths) - 1} more, the longest with {max(lengths)})"
-    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to drop or truncate"
-    return UserError(field, first.where, problem, remedy)
+def _check(prepared: Prepared, vocabulary: int | None) -> None:
+    """What only the whole can tell; for sources that are still growing their own process does it."""
+    if vocabulary is not None:
+        for source in prepared.train + prepared.eval:
+            check_largest(int((source.facts or {"largest_token": 0})["largest_token"]), vocabulary)
+    if not prepared.complete:
+        return
+    if not prepared.total("documents"):
+        paths = [s.spec.source.path for s in prepared.train]
+        raise UserError("data.train", paths, "holds no example to train on", "check the files and data.over_length")
+    if prepared.share and not prepared.total("held_out"):
+        problem = "nothing could be held out: every source has a single row"
+        remedy = "give data.eval files of its own, or write the data as several rows"
+        raise UserError("data.eval", prepared.share, problem, remedy)
 
 
-def _fit(document: Document, row: Row, data: Data) -> tuple[list[Document], str | None]:
-    """Splits long text so that each token is predicted once; treats a long conversation as the config says."""
-    limit, length = data.sequence_length, len(document.tokens)
-    if length <= limit:
-        return [document], None
-    if row.messages is None:
-        # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
-        pieces = [_cut(document, start, limit) for start in range(0, length - 1, limit - 1)]
-        for piece in pieces:
-            piece.learned[:1] = False
-        return pieces, None
-    if data.over_length == "truncate" and document.learned[:limit].any():
-        return [_cut(document, 0, limit)], "truncated"
-    return [], "refused" if data.over_length == "error" else "dropped"  # truncated to nothing learned = dropped
+def _counts_needed(data: Data) -> bool:
+    """Sources that come up as often as they are large need no counting."""
+    weighted = [s for s in data.train if s.epochs is None]
+    return len(weighted) > 1 and (data.temperature != 1 or len({s.weight for s in weighted}) > 1)
 
 
-def _cut(document: Document, start: int, length: int) -> Document:
-    place = slice(start, start + length)
-    return Document(document.where, document.tokens[place], document.learned[place].copy())
+def _make(
+    specs: list[Spec],
+    folders: list[Path],
+    tokenizer: Any,
+    say: Callable[[str], None],
+    early: bool,
+    telling: Telling,
+) -> Callable[[], bool]:
+    """Makes what is missing, here or in a process of its own; gives what tells whether somebody is still at it."""
+    lock = cache_root() / "data" / f"{folders[0].name}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    say("reading and tokenising the data")
+    if sum(source_size(spec.source, spec.field) for spec in specs) <= INLINE:
+        with FileLock(lock):
+            make_sources(specs, folders, tokenizer, 1)
+        return lambda: False
+    data = specs[0].data
+    workers = len(os.sched_getaffinity(0)) if data.workers == "auto" else int(data.workers)
+    if not _held(lock):
+        _start(specs, folders, tokenizer, workers, lock)
+    _follow(specs, folders, lock, early, telling)
+    return lambda: _held(lock)
 
 
-def _held_out(rows: int, share: float, seed: int, index: int) -> set[int]:
-    if not share or rows < 2:
-        return set()
-    count = min(rows - 1, max(1, round(rows * share)))
-    chosen = np.random.default_rng([seed, index, 7]).permutation(rows)[:count]
-    return {int(i) for i in chosen}
+def _held(lock: Path) -> bool:
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
-class _Writer:
-    def __init__(self) -> None:
-        self.documents: list[Document] = []
-        self.source: list[int] = []
+def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int, lock: Path) -> None:
+    """A process of its own; returns once it holds the lock."""
+    work = Path(tempfile.mkdtemp(prefix="tokenise-", dir=lock.parent))
+    tokenizer.save_pretrained(work / "tokenizer")
+    plan = work / "plan.json"
+    plan.write_text(json.dumps({
+        "parent": os.getpid(), "specs": [s.to_json() for s in specs], "folders": [str(f) for f in folders],
+        "tokenizer": str(work / "tokenizer"), "lock": str(lock), "workers": workers,
+    }))  # fmt: skip
+    log = (work / "log").open("wb")
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "shardwise.data.tokenise", str(plan)], stdout=log, stderr=log, env=env
+    )
+    while not plan.with_suffix(".begun").exists():
+        if child.poll() is not None:
+            problem = f"the process that tokenises ended at once ({(work / 'log').read_text()[-300:].strip()})"
+            raise UserError("data", None, problem, f"see {work / 'log'}")
+        time.sleep(0.05)
 
-    def add(self, document: Document, source: int) -> None:
-        self.documents.append(document)
-        self.source.append(source)
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
-        starts = np.concatenate([[0], np.cumsum([len(d.tokens) for d in self.documents])]).astype(np.int64)
-        np.save(folder / "tokens.npy", np.concatenate([d.tokens for d in self.documents]))
-        np.save(folder / "learned.npy", np.concatenate([d.learned for d in self.documents]))
-        np.save(folder / "starts.npy", starts)
-        np.save(folder / "source.npy", np.asarray(self.source, dtype=np.int32))
+def _follow(specs: list[Spec], folders: list[Path], lock: Path, early: bool, telling: Telling) -> None:
+    """Tells of the progress until all is there, or, if `early`, until a run can begin."""
+    window = specs[0].data.packing_window
+    try:
+        for spec, folder in zip(specs, folders, strict=True):
+            total, documents, number = count_rows(spec.source, spec.field), 0, 0
+            store = TokenStore(folder / "train", lambda: _held(lock))
+            while not (early and documents >= window and spec.field.startswith("data.train")):
+                if not store.has(number):
+                    break
+                summary: Summary = read_summary(folder, number)[0]
+                documents += summary.documents
+                telling.rows(spec.field, summary.rows, summary.tokens, total)
+                number += 1
+    finally:
+        telling.close()
 
 
-def _open(folder: Path) -> Corpus:
-    return Corpus(*(np.load(folder / f"{n}.npy", mmap_mode="r") for n in ("tokens", "learned", "starts", "source")))
+def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:
+    """Names a source's folder: the files and their names, the settings that shape tokens, the tokenizer."""
+    data, source, refine = spec.data, spec.source, spec.data.refine
+    settings: list[Any] = [FORMAT, digest, shape, spec.share, data.sequence_length, data.loss_on, data.over_length]
+    settings += [data.on_bad_row, source.format, source.fields, source.split, source.subset, refine.model_dump()]
+    settings += [spec.seed, spec.index] if spec.share else []
+    settings += [[str(f) for f in source_files(source, spec.field)] if not digest.startswith("hub") else source.path]
+    if refine.duplicates != "keep" or refine.decontaminate:
+        settings += [everything, spec.field]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _fingerprint(train_digest: str, data: Data, seed: int) -> str:
+def _fingerprint(digests: list[str], shape: str, data: Data, seed: int, share: float) -> str:
     """What decides the order of the training sequences: a place in them means nothing if this differs."""
-    order = [train_digest, data.sequence_length, data.packing, seed]
-    return hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
-
-
-def _digest_of(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.npy")):
-        with file.open("rb") as f:
-            digest.update(hashlib.file_digest(f, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _key(data: Data, tokenizer: Any, seed: int) -> str:
-    """Everything that decides the tokens: the files' bytes, the settings, the tokenizer and its template."""
-    digest = hashlib.sha256()
-    settings = data.model_dump(exclude={"packing"})
-    words = [tokenizer.chat_template, tokenizer.special_tokens_map]
-    digest.update(json.dumps([FORMAT, settings, seed, words], sort_keys=True, default=str).encode())
-    digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    sources = [(f"data.train.{i}", s) for i, s in enumerate(data.train)]
-    if not isinstance(data.eval, float):
-        sources += [(f"data.eval.{i}", s) for i, s in enumerate(data.eval)]
-    for field, source in sources:
-        for file in source_files(source, field):
-            try:
-                with file.open("rb") as f:
-                    digest.update(hashlib.file_digest(f, "sha256").digest())
-            except OSError as error:
-                raise unreadable(error, file, field) from None
-    return digest.hexdigest()[:24]
+    sources = [
+        [digest, s.format, s.fields, s.split, s.subset, s.weight, s.epochs]
+        for digest, s in zip(digests, data.train, strict=True)
+    ]
+    order: list[Any] = [FORMAT, sources, shape, data.sequence_length, data.packing, data.packing_window, data.loss_on]
+    order += [data.over_length, data.on_bad_row, data.temperature, data.refine.model_dump(), seed, share]
+    return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()[:24]
