@@ -29,6 +29,7 @@ from shardwise.data.render import template_fingerprint
 from shardwise.data.store import TokenStore
 from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary
 from shardwise.errors import UserError
+from shardwise.launch.cpu import usable_cores
 
 FORMAT = 4  # raised when the same rows give other tokens or masks
 INLINE = 8 << 20  # bytes of source files that are tokenised on the spot
@@ -164,7 +165,7 @@ def _make(
             make_sources(specs, folders, tokenizer, 1)
         return lambda: False
     data = specs[0].data
-    workers = len(os.sched_getaffinity(0)) if data.workers == "auto" else int(data.workers)
+    workers = usable_cores() if data.workers == "auto" else int(data.workers)
     if not _held(lock):
         _start(specs, folders, tokenizer, workers, lock)
     _follow(specs, folders, lock, early, telling)
@@ -180,7 +181,7 @@ def _held(lock: Path) -> bool:
 
 
 def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int, lock: Path) -> None:
-    """A process of its own; returns once it holds the lock."""
+    """A process of its own; returns once it, or another that was faster, holds the lock."""
     work = Path(tempfile.mkdtemp(prefix="tokenise-", dir=lock.parent))
     tokenizer.save_pretrained(work / "tokenizer")
     plan = work / "plan.json"
@@ -193,11 +194,11 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
     child = subprocess.Popen(
         [sys.executable, "-m", "shardwise.data.tokenise", str(plan)], stdout=log, stderr=log, env=env
     )
-    while not plan.with_suffix(".begun").exists():
-        if child.poll() is not None:
-            problem = f"the process that tokenises ended at once ({(work / 'log').read_text()[-300:].strip()})"
-            raise UserError("data", None, problem, f"see {work / 'log'}")
+    while not _held(lock) and child.poll() is None:
         time.sleep(0.05)
+    if child.poll():
+        problem = f"the process that tokenises ended at once ({(work / 'log').read_text()[-300:].strip()})"
+        raise UserError("data", None, problem, f"see {work / 'log'}")
 
 
 def _follow(specs: list[Spec], folders: list[Path], lock: Path, early: bool, telling: Telling) -> None:

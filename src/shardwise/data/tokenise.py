@@ -14,6 +14,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from collections import Counter, deque
@@ -168,11 +169,13 @@ class ChunkMaker:
             for piece in pieces:
                 piece.learned[:1] = False
             return pieces
-        if policy == "truncate":
+        cut = _cut(document, 0, limit)
+        if policy == "truncate" and cut.learned.any():
             fates.add("truncated", document.where, f"{length} tokens")
-            return [_cut(document, 0, limit)]
-        if policy == "drop":
-            fates.add("dropped", document.where, f"{length} tokens")
+            return [cut]
+        if policy in ("drop", "truncate"):
+            nothing = ", nothing to learn in those that fit" if policy == "truncate" else ""
+            fates.add("dropped", document.where, f"{length} tokens{nothing}")
         else:
             refused.append(document)
         return []
@@ -189,14 +192,14 @@ class ChunkMaker:
 def held_out(row: int, spec: Spec) -> bool:
     """Whether a row is kept for evaluation: one of each 1/share consecutive rows, chosen by the seed.
 
-    Needs no count of the rows; the first row always is one, so that the smallest source holds something out.
+    Needs no count of the rows.
     """
     if not spec.share:
         return False
     every = 1 / spec.share
     block = int((row + 0.5) / every)
-    if block == 0:
-        return row == 0
+    if row < 2 or block == 0:
+        return row == 0  # so that the smallest source has rows on either side
     first, end = math.ceil(block * every - 0.5), math.ceil((block + 1) * every - 0.5)
     return row == first + _mixed(spec.seed * 1_000_003 + spec.index, block) % (end - first)
 
@@ -398,7 +401,6 @@ def main(plan: Path) -> None:
     specs, folders = [Spec.from_json(v) for v in values["specs"]], [Path(f) for f in values["folders"]]
     tokenizer = AutoTokenizer.from_pretrained(values["tokenizer"])
     with FileLock(values["lock"]):
-        (plan.with_suffix(".begun")).touch()
         try:
             make_sources(specs, folders, tokenizer, values["workers"])
         except UserError as error:
@@ -406,6 +408,7 @@ def main(plan: Path) -> None:
                 if not (folder / "train/done.json").is_file():
                     (folder / "train").mkdir(parents=True, exist_ok=True)
                     fail(folder / "train", error)
+    shutil.rmtree(plan.parent, ignore_errors=True)
 
 
 def _die_with(parent: int) -> None:
