@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_long_text_is_split_and_each_token_learned_once(write: Write, tokenizer:
     assert [t for tokens, learned in pieces for t, one in zip(tokens, learned, strict=True) if one] == whole[1:]
     assert not any(learned[0] for _, learned in pieces)
     # The first token of a piece is the last of the piece before it, which predicts the next.
-    assert all(a[-1] == b[0] for (a, _), (b, _) in zip(pieces, pieces[1:], strict=False))
+    assert all(a[-1] == b[0] for (a, _), (b, _) in pairwise(pieces))
     assert facts(prepared)["supervised"] == len(whole) - 1
 
 
