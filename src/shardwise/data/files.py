@@ -1,0 +1,267 @@
+"""From a source to its files, and from these to chunks of rows that worker processes read.
+
+A source is a file, a folder, a glob, a saved dataset or a dataset of the hub. Nothing is taken or left in silence: a
+file of unknown kind that was named is an error, one that lies in a folder is counted in `source_notes`, and settings
+that a source has no use for are refused.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from shardwise.config.schema import Source
+from shardwise.data import tables
+from shardwise.data.containers import CHUNK_ROWS, Part, Rows, cut_lines, cut_records, cut_texts
+from shardwise.data.jsonfile import cut_json, json_layout
+from shardwise.data.streams import Input, broken, plain_suffix
+from shardwise.errors import UserError
+
+__all__ = [
+    "CHUNK_ROWS",
+    "ChunkTask",
+    "chunk_tasks",
+    "content_digest",
+    "count_rows",
+    "read_chunk",
+    "source_files",
+    "source_notes",
+]
+
+TEXT = """.txt .text .md .markdown .mdx .rst .adoc .org .tex .html .htm .xml .css .scss .py .pyi .ipynb .js .mjs .jsx
+.ts .tsx .vue .java .kt .kts .scala .groovy .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .cs .go .rs .rb .php .pl .pm .lua .r
+.jl .m .mm .swift .dart .hs .ml .mli .fs .fsx .ex .exs .erl .clj .cljs .lisp .el .scm .rkt .sh .bash .zsh .fish .ps1
+.bat .sql .yaml .yml .toml .ini .cfg .proto .graphql .cmake .mk .tf .v .sv .vhd .vhdl .asm .s .f .f90 .f95 .pas .nim
+.zig .d .lean .sol .dockerfile"""
+KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv"}
+KINDS |= {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"}
+KINDS |= dict.fromkeys(TEXT.split(), "text")
+KNOWN = "JSONL, JSON, CSV, TSV, Parquet, Arrow, text, Markdown or code files, plain or .gz, .zst, .bz2, .xz"
+CARDS = {"readme", "license", "licence", "notice", "changelog", "citation", "contributing"}
+SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DELIMITERS = {"csv": ",;\t|", "tsv": "\t"}
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """Consecutive rows for one worker: the chunk's place in the source, the number of its first row, how many."""
+
+    index: int
+    first_row: int
+    field: str
+    part: Part
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has, bad ones included."""
+        return self.part.rows
+
+
+def chunk_tasks(source: Source, field: str) -> Iterator[ChunkTask]:
+    """The chunks of a source in order, made as they are asked for."""
+    first = 0
+    for index, part in enumerate(_parts(source, field)):
+        yield ChunkTask(index, first, field, part)
+        first += part.rows
+
+
+def read_chunk(task: ChunkTask) -> Rows:
+    """The rows of a chunk, in order; one that cannot be read comes as the BadRow that says why."""
+    try:
+        yield from task.part.read(task.first_row)
+    except OSError as error:
+        raise UserError(task.field, error.filename, *broken(error)) from None
+
+
+def count_rows(source: Source, field: str) -> int | None:
+    """How many rows a source has, bad ones included; None if only reading it through would tell."""
+    if _is_hub(source):
+        return tables.count_hub(source, field)
+    count = 0
+    for kind, files in _by_kind(source, field):
+        if kind in ("parquet", "arrow"):
+            count += sum(tables.count_table(file, kind, field) for file in files)
+        else:
+            count += sum(part.rows for part in _cut(kind, files, source, field))
+    return count
+
+
+def content_digest(source: Source, field: str) -> str:
+    """Changes when any byte of the data does."""
+    digest = hashlib.sha256()
+    if _is_hub(source):
+        return hashlib.sha256(tables.hub_digest(source, field).encode()).hexdigest()
+    for file in source_files(source, field):
+        digest.update(_kind(file).encode())
+        try:
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        except OSError as error:
+            raise UserError(field, str(file), *broken(error)) from None
+    return digest.hexdigest()
+
+
+def source_files(source: Source, field: str) -> list[Path]:
+    """The files a source names, in the order of their rows; none for a dataset of the hub."""
+    return [] if _is_hub(source) else _find(source, field)[0]
+
+
+def source_notes(source: Source, field: str) -> list[str]:
+    """What the user should know about how the source was taken: files left aside, lists and splits chosen."""
+    if _is_hub(source):
+        return [] if source.split else [f"split train of {tables.hub_name(source.path)} is taken"]
+    files, notes = _find(source, field)
+    for file in files:
+        if _kind(file) == "json":
+            _, note = json_layout(file, source, field)
+            notes += [f"{file}: {note}"] if note else []
+    return notes
+
+
+# Which files
+
+
+def _is_hub(source: Source) -> bool:
+    if source.path.startswith("hf:"):
+        return True
+    path = Path(source.path).expanduser()
+    known = _kind(path) != "" or glob.has_magic(source.path)
+    return not known and HUB_ID.fullmatch(source.path) is not None and not path.exists()
+
+
+def _kind(file: Path) -> str:
+    if file.name.lower() in ("dockerfile", "makefile"):
+        return "text"
+    return KINDS.get(plain_suffix(file), "")
+
+
+def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
+    path = Path(source.path).expanduser()
+    notes: list[str] = []
+    if path.is_dir() and tables.is_saved_dataset(path):
+        _refuse(source, field, "subset", "streaming")
+        files = tables.saved_files(path, source.split, field)
+        return files, [f"{path}: a saved dataset, {files[0].parent.name} is taken"] if not source.split else notes
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
+        files = [p for p in found if _kind(p)]
+        if unknown := Counter(p.suffix.lower() or p.name for p in found if not _kind(p)):
+            listed = ", ".join(f"{count} {suffix}" for suffix, count in unknown.most_common(8))
+            notes.append(f"{path}: {unknown.total()} files of other kinds are left aside ({listed})")
+        files = _without_cards(files, path, notes)
+        files = _one_split(files, path, source, field, notes)
+    elif glob.has_magic(source.path) and not path.exists():
+        _refuse(source, field, "subset", "streaming", "split")
+        files = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    else:
+        _refuse(source, field, "subset", "streaming", *([] if _kind(path) == "json" else ["split"]))
+        files = [path]
+    if not files:
+        remedy = f"check the path, which is relative to {Path.cwd()}; read are {KNOWN}"
+        raise UserError(field, source.path, "matches no file of a known kind", remedy)
+    for file in files:
+        if not file.is_file():
+            raise UserError(field, str(file), "there is no such file", f"paths are relative to {Path.cwd()}")
+        if not _kind(file):
+            problem = f"files of kind {''.join(file.suffixes[-2:]) or '(no suffix)'} are not understood"
+            raise UserError(field, str(file), problem, f"use {KNOWN}")
+    _one_sort(files, source, field)
+    return files, notes
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _refuse(source: Source, field: str, *settings: str) -> None:
+    """Settings that only datasets have must not be given in vain."""
+    for name in settings:
+        if value := getattr(source, name):
+            problem = f"has no meaning here: {source.path} is no dataset of that sort"
+            raise UserError(
+                f"{field}.{name}", value, problem, f"remove {name}, or give the dataset's id (hf:owner/name)"
+            )
+
+
+def _without_cards(files: list[Path], folder: Path, notes: list[str]) -> list[Path]:
+    """Beside files of rows, a README or a licence is about the data and not part of it."""
+    if all(_kind(f) == "text" for f in files):
+        return files
+    cards = [f for f in files if (_kind(f) == "text" and f.stem.lower() in CARDS) or f.name == "dataset_info.json"]
+    if cards:
+        notes.append(f"{folder}: left aside as being about the data: {', '.join(f.name for f in cards[:8])}")
+    return [f for f in files if f not in cards]
+
+
+def _one_split(files: list[Path], folder: Path, source: Source, field: str, notes: list[str]) -> list[Path]:
+    """A folder that holds files of rows for training and for testing must not be taken as a whole."""
+    _refuse(source, field, "subset", "streaming")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        if _kind(file) != "text" and (name := _split_of(file.relative_to(folder))):
+            splits.setdefault(name, []).append(file)
+    if source.split is not None:
+        if source.split not in splits:
+            problem = f"no file of {folder} is named after this split (found: {', '.join(splits) or 'none'})"
+            raise UserError(f"{field}.split", source.split, problem, "set split to one that is there, or give a glob")
+        return splits[source.split]
+    if len(splits) > 1:
+        listed = ", ".join(f"{name} ({len(found)})" for name, found in splits.items())
+        problem = f"the folder holds files of several splits: {listed}"
+        raise UserError(field, source.path, problem, f"set split: {next(iter(splits))}, or give a glob")
+    return files
+
+
+def _split_of(file: Path) -> str | None:
+    for part in reversed(file.parts):
+        word = re.split(r"[-_.]", part.lower())[0]
+        if word in SPLITS:
+            return word
+    return None
+
+
+def _one_sort(files: list[Path], source: Source, field: str) -> None:
+    """Texts (a file is a row) and files of rows do not mix: which of the two is meant cannot be known."""
+    texts = [f for f in files if _kind(f) == "text"]
+    if texts and len(texts) < len(files):
+        rows = next(f for f in files if _kind(f) != "text")
+        problem = f"holds both files of rows ({rows.name}, …) and texts ({texts[0].name}, …)"
+        remedy = f"give a glob for one of them, such as *{''.join(rows.suffixes[-2:])}, or two sources"
+        raise UserError(field, source.path, problem, remedy)
+
+
+# Chunks
+
+
+def _parts(source: Source, field: str) -> Iterator[Part]:
+    if _is_hub(source):
+        yield from tables.cut_hub(source, field)
+        return
+    for kind, files in _by_kind(source, field):
+        yield from _cut(kind, files, source, field)
+
+
+def _by_kind(source: Source, field: str) -> Iterator[tuple[str, list[Path]]]:
+    for kind, files in groupby(source_files(source, field), _kind):
+        yield kind, list(files)
+
+
+def _cut(kind: str, files: list[Path], source: Source, field: str) -> Iterator[Part]:
+    if kind == "text":
+        yield from cut_texts(files)
+        return
+    for file in files:
+        if kind in ("parquet", "arrow"):
+            yield from tables.cut_table(file, kind, field)
+        elif kind == "json":
+            yield from cut_json(file, source, field)
+        else:
+            with Input(file, field) as stream:
+                yield from cut_lines(stream) if kind == "lines" else cut_records(stream, DELIMITERS[kind])

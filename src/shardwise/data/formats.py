@@ -1,0 +1,245 @@
+"""What the rows of a source are, with the reason, and each row as an example.
+
+[Note: formats] A format is a set of names (prompt, completion …) with the columns that usually bear them. `fields`
+says which column bears a name where that is unusual. Several formats may fit; the first of FORMATS that does is the
+most specific, and the reason says which others would have fitted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.config.schema import Source
+from shardwise.data.examples import BadRow, Example, Raw
+from shardwise.data.messages import Misfit, absent, whole
+from shardwise.data.readers import READERS, flag_of, has_messages, look_up
+from shardwise.errors import UserError
+
+SAMPLE = 100  # rows that detection looks at
+TEXTS = ("text", "content", "code", "body", "document", "raw_content", "page_content", "passage", "markdown")
+CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
+EXTRAS = {"system": ("system", "system_prompt"), "tools": ("tools", "functions")}
+
+
+@dataclass(frozen=True)
+class Format:
+    """The names a format needs and may have, with sets of columns that usually bear the needed ones."""
+
+    needed: tuple[str, ...]
+    columns: tuple[tuple[str, ...], ...]
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    inner: tuple[str, ...] = ()  # names of keys within the column, which `fields` may change
+
+
+def _usual(pairs: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(pair.split("/")) for pair in pairs.split())
+
+
+FORMATS: dict[str, Format] = {
+    "preference": Format(
+        ("chosen", "rejected"), (("chosen", "rejected"),), EXTRAS | {"prompt": ("prompt", "question")}
+    ),
+    "kto": Format(("prompt", "completion", "label"), (("prompt", "completion", "label"),), EXTRAS),
+    "tokens": Format(
+        ("input_ids",),
+        (("input_ids",),),
+        {
+            "labels": ("labels",),
+            "attention_mask": ("attention_mask",),
+            "loss_mask": ("loss_mask", "completion_mask", "assistant_masks"),
+        },
+    ),
+    "segments": Format(("segments",), (("segments",),), inner=("text", "label")),
+    "chat": Format(("messages",), tuple((c,) for c in CHATS), EXTRAS, inner=("role", "content")),
+    "sharegpt": Format(
+        ("conversations",), tuple((c,) for c in ("conversations", *CHATS)), EXTRAS, inner=("from", "value")
+    ),
+    "alpaca": Format(
+        ("instruction", "output"),
+        (("instruction", "output"), ("instruction", "response")),
+        {"input": ("input", "context"), "system": ("system", "system_prompt"), "history": ("history",)},
+    ),
+    "pair": Format(
+        ("source", "target"),
+        _usual(
+            "source/target document/summary article/highlights article/summary dialogue/summary text/summary "
+            "src/tgt inputs/targets input_text/target_text text/target"
+        ),
+    ),
+    "prompt": Format(
+        ("prompt", "completion"),
+        _usual(
+            "prompt/completion prompt/response prompt/answer prompt/output question/answer question/response "
+            "instruction/completion instruction/response instruction/answer query/answer query/response input/output "
+            "inputs/outputs input/response"
+        ),
+        EXTRAS,
+    ),
+    "text": Format(("text",), tuple((c,) for c in TEXTS)),
+}
+
+
+@dataclass(frozen=True)
+class Detected:
+    """The format of a source's rows, why it is that, and which column bears which name."""
+
+    format: str
+    reason: str
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+# Detection
+
+
+def detect(raws: Sequence[Raw], source: Source, field: str) -> Detected:
+    """The format of these rows; the user's mistake where none fits."""
+    raws = raws[:SAMPLE]
+    if not raws:
+        raise UserError(field, source.path, "holds no rows", "check the file, or leave it out")
+    _check_fields(source, field)
+    if all(isinstance(raw.value, str) for raw in raws):
+        if source.format not in ("auto", "text"):
+            problem = f"{raws[0].where} is plain text"
+            raise UserError(f"{field}.format", source.format, problem, "use files of rows, or format: text")
+        return Detected("text", "plain text: each file is one row", {"text": "text"})
+    rows = [raw.value for raw in raws if isinstance(raw.value, dict)]
+    names = list(FORMATS) if source.format == "auto" else [source.format]
+    found = [(name, columns, share) for name in names for columns, share in [_fit(name, rows, source)] if columns]
+    # A few bad rows are borne; where formats are mixed, the one that most rows have.
+    best = max((share for _, _, share in found), default=0.0)
+    fits = [(name, columns) for name, columns, share in found if share >= 0.8 * best]
+    if not fits:
+        raise _nothing_fits(rows, raws[0].where, source, field)
+    name, columns = fits[0]
+    reason = _reason(name, columns, rows, best, source, [other for other, _ in fits[1:]])
+    return Detected(name, reason, columns)
+
+
+def _check_fields(source: Source, field: str) -> None:
+    formats = FORMATS.values() if source.format == "auto" else [FORMATS[source.format]]
+    known = sorted({name for f in formats for name in (*f.needed, *f.optional, *f.inner)})
+    for name in source.fields:
+        if name not in known:
+            problem = f"{name} is no name of ours" + (f" for {source.format}" if source.format != "auto" else "")
+            raise UserError(f"{field}.fields", source.fields, problem, f"use {', '.join(known)}")
+
+
+def _fit(name: str, rows: list[dict[str, Any]], source: Source) -> tuple[dict[str, str], float]:
+    """The columns that bear the names of a format, and the share of rows for which they suit it."""
+    shape, given = FORMATS[name], source.fields
+    own = {*shape.needed, *shape.optional, *shape.inner}
+    if any(key not in own for key in given):
+        return {}, 0.0
+    best: dict[str, str] = {}
+    share = 0.0
+    candidates = list(shape.columns)
+    if name in ("chat", "sharegpt"):  # any column that holds messages will do
+        candidates += [(c,) for c in dict.fromkeys(c for row in rows[:10] for c in row) if (c,) not in candidates]
+    if shape.needed not in candidates:
+        candidates.append(shape.needed)
+    for candidate in candidates:
+        columns = dict(zip(shape.needed, candidate, strict=True))
+        columns |= {key: given[key] for key in given}
+        suited = sum(_suits(name, row, columns, source.format != "auto") for row in rows) / max(1, len(rows))
+        if suited > share:
+            best, share = columns, suited
+    if best:
+        for key, usual in shape.optional.items():
+            there = next((c for c in usual if any(not absent(row.get(c)) for row in rows)), None)
+            if key not in best and there is not None and there not in best.values():
+                best[key] = there
+    return best, share
+
+
+def _suits(name: str, row: dict[str, Any], columns: dict[str, str], forced: bool) -> bool:
+    """Whether a row has what a format needs; of the right kind, unless the user named the format."""
+    values = {key: look_up(row, columns[key]) for key in FORMATS[name].needed}
+    if any(absent(value) for value in values.values()):
+        return False
+    if forced:
+        return True
+    if name == "alpaca":
+        plain = columns["output"] == "response" and absent(row.get("input")) and absent(row.get("context"))
+        return not plain and all(isinstance(v, str) for v in values.values())
+    if name in ("chat", "sharegpt"):
+        keys = ("role", "content") if name == "chat" else ("from", "value")
+        return has_messages(next(iter(values.values())), columns.get(keys[0], keys[0]))
+    if name == "preference":
+        return all(isinstance(v, (str, list)) for v in values.values())
+    if name == "kto":
+        return flag_of(values["label"]) is not None
+    if name == "tokens":
+        return isinstance(values["input_ids"], list)
+    if name == "segments":
+        return isinstance(values["segments"], list)
+    if name == "prompt":
+        return all(isinstance(v, str) or has_messages(v, "role") for v in values.values())
+    return all(isinstance(v, str) for v in values.values())
+
+
+def _reason(
+    name: str, columns: dict[str, str], rows: list[dict[str, Any]], share: float, source: Source, others: list[str]
+) -> str:
+    shown = {key: column for key, column in columns.items() if key not in FORMATS[name].inner}
+    listed = ", ".join(f"{c} (as {k})" if c != k else c for k, c in shown.items())
+    many = "the rows have" if share >= 1 else f"{share:.0%} of the first {len(rows)} rows have"
+    reason = f"{name}: {many} {listed}" if source.format == "auto" else f"{name}, as set: {many} {listed}"
+    if name in ("prompt", "pair"):
+        plain = isinstance(look_up(rows[0], columns[FORMATS[name].needed[0]]), str)
+        reason += "; joined as they stand, without a chat template" if plain else ""
+    if others:
+        reason += f"; {' and '.join(others)} would fit too, which is less specific (set format to choose)"
+    used = {c.split(".")[0] for c in columns.values()}
+    unused = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in used]
+    if unused:
+        more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
+        reason += f"; not used: {', '.join(map(str, unused[:8]))}{more}"
+    return reason
+
+
+def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field: str) -> UserError:
+    counts = Counter(column for row in rows for column in row)
+    columns = ", ".join(str(c) for c, _ in counts.most_common(12)) or "none"
+    texts = [c for c in counts if any(isinstance(row.get(c), str) for row in rows)]
+    if source.fields or source.format != "auto":
+        wanted = "the columns that fields names" if source.fields else f"the columns of format {source.format}"
+        problem = f"no row has {wanted} (its columns: {columns})"
+        if source.format != "auto":
+            problem += f"; needed: {', '.join(FORMATS[source.format].needed)}"
+        key = "fields" if source.fields else "format"
+        value: Any = source.fields or source.format
+        return UserError(f"{field}.{key}", value, problem, "map them, a.b for nested: fields: {our name: their column}")
+    problem = f"no format fits the rows (the columns of {where}: {columns})"
+    if any(isinstance(row.get("translation"), dict) for row in rows):
+        keys = [*next(row["translation"] for row in rows if isinstance(row.get("translation"), dict)), "a", "b"]
+        example = f"{{source: translation.{keys[0]}, target: translation.{keys[1]}}}"
+    elif len(texts) >= 2:
+        example = f"{{prompt: {texts[0]}, completion: {texts[1]}}}"
+    else:
+        example = f"{{text: {texts[0] if texts else 'column'}}}"
+    return UserError(field, source.path, problem, f"say which column is what, e.g. fields: {example}")
+
+
+# Understanding
+
+
+def understand(raw: Raw, detected: Detected, source: Source) -> Example:
+    """A row as an example; BadRow, and nothing else, where it does not fit."""
+    try:
+        if not isinstance(raw.value, dict):
+            if detected.format != "text" or not isinstance(raw.value, str):
+                raise Misfit(
+                    f"is plain text, but the source is read as {detected.format}", "give it a source of its own"
+                )
+            return Example(raw.where, raw.number, "text", text=whole(raw.value))
+        return READERS[detected.format](raw, detected.columns)
+    except Misfit as error:
+        raise error.in_row(raw) from None
+    except RecursionError:
+        raise BadRow(raw.where, raw.number, "the row is nested too deeply", "flatten or delete it") from None
+    except Exception as error:  # one odd row must not end a run of many hours
+        problem = f"the row cannot be understood ({type(error).__name__}: {error})"
+        raise BadRow(raw.where, raw.number, problem, "mend or delete the row") from None

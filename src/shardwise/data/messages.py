@@ -1,0 +1,202 @@
+"""Conversations as people write them, brought into the one shape that chat templates take.
+
+Understood are OpenAI's messages (parts of text, tool calls, the older function_call, weights) and ShareGPT's turns.
+What cannot be learned as text (images, audio, video) is refused, never dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shardwise.data.examples import BadRow, Message, Raw
+
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+ROLES |= dict.fromkeys(["human", "prompter", "customer", "instruction"], "user")
+ROLES |= dict.fromkeys(["gpt", "bot", "model", "ai", "chatgpt", "bard", "bing", "chatbot", "claude"], "assistant")
+ROLES |= dict.fromkeys(["developer"], "system")
+ROLES |= dict.fromkeys(["function", "observation", "tool_response", "function_response", "ipython"], "tool")
+CALLS = {"function_call", "tool_call", "tool_calls"}  # ShareGPT turns whose text is a call as JSON
+KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # strings that templates know
+TEXT_PARTS = {"text", "input_text", "output_text"}
+MEDIA = ("image", "audio", "video", "file")
+
+
+class Misfit(Exception):
+    """Something in a row does not fit: where within the row, what is wrong, what to do."""
+
+    def __init__(self, problem: str, remedy: str, place: str = "") -> None:
+        super().__init__(problem, remedy, place)
+        self.problem, self.remedy, self.place = problem, remedy, place
+
+    def in_row(self, raw: Raw) -> BadRow:
+        """The same as a bad row."""
+        return BadRow(f"{raw.where} {self.place}".rstrip(), raw.number, self.problem, self.remedy)
+
+
+def absent(value: Any) -> bool:
+    """Whether there is no value: null, or the NaN that pandas writes for it."""
+    return value is None or value != value
+
+
+def whole(text: str) -> str:
+    """JSON can carry halves of a character (a lone `\\ud83d`), which no tokenizer takes."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}"
+            problem = f"holds half of a surrogate pair ({half} at character {error.start + 1})"
+            raise Misfit(problem, "write the whole character, or delete the row") from None
+    return text
+
+
+def whole_json(value: Any) -> Any:
+    """A JSON value all of whose strings are whole."""
+    try:
+        whole(json.dumps(value, ensure_ascii=False, default=str))
+    except (ValueError, RecursionError):
+        raise Misfit("holds a value that cannot be written as JSON", "mend or delete the row") from None
+    return value
+
+
+def from_json(value: Any, what: str) -> Any:
+    """Columns of CSV files, and tools in many datasets, hold JSON as a string."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        remedy = "write it with json.dumps" if value.lstrip()[:2] in ("[{", "{'", "['") else "mend or delete the row"
+        raise Misfit(f"{what} is a string, and not JSON ({str(error)[:80]})", remedy) from None
+
+
+def read_messages(
+    value: Any, name: str = "messages", role_key: str = "role", content_key: str = "content"
+) -> tuple[tuple[Message, ...], tuple[int | None, ...]]:
+    """Messages and, if any of them has one, their weights."""
+    value = from_json(value, f'"{name}"')
+    if not isinstance(value, list) or not value:
+        problem = f'"{name}" must be a list with at least one message'
+        raise Misfit(problem, f'write "{name}": [{{"{role_key}": "user", "{content_key}": "…"}}, …]')
+    messages: list[Message] = []
+    weights: list[int | None] = []
+    weighted = False
+    for index, message in enumerate(value):
+        try:
+            if type(message) is not dict:
+                raise Misfit(_NEEDS.format(role_key, content_key), "mend or delete the row")
+            role, content = message.get(role_key), message.get(content_key)
+            if len(message) == 2 and type(content) is str and type(role) is str and role in ROLES:
+                messages.append({"role": ROLES[role], "content": content if content.isascii() else whole(content)})
+                weights.append(None)
+                continue
+            messages.append(_message(message, role, content, role_key, content_key))
+            weights.append(weight := _weight(message.get("weight")))
+            weighted = weighted or weight is not None
+        except Misfit as error:
+            raise Misfit(error.problem, error.remedy, f"message {index + 1}") from None
+    return tuple(messages), tuple(weights) if weighted else ()
+
+
+_NEEDS = "a message needs {} and {}, both strings"
+
+
+def _message(message: dict[str, Any], role: Any, content: Any, role_key: str, content_key: str) -> Message:
+    if not isinstance(role, str) or (role not in ROLES and role.lower() not in ROLES and role not in CALLS):
+        known = ", ".join(sorted({"system", "user", "assistant", "tool"}))
+        raise Misfit(f"unknown {role_key} {role!r:.60}", f"use one of {known}")
+    if role in CALLS:
+        return {"role": "assistant", "content": "", "tool_calls": read_calls(content)}
+    speaker = ROLES.get(role) or ROLES[role.lower()]
+    calls = message.get("tool_calls")
+    if absent(calls) and not absent(message.get("function_call")):
+        calls = [message["function_call"]]
+    read: Message = {"role": speaker, "content": _content(content, speaker, bool(calls), role_key, content_key)}
+    if not absent(calls) and calls not in ([], ""):
+        if speaker != "assistant":
+            raise Misfit(f"a {speaker} message has tool calls; only the assistant can call", "mend or delete the row")
+        read["tool_calls"] = read_calls(calls)
+    for key in KEPT:
+        if isinstance(kept := message.get(key), str) and key not in (role_key, content_key):
+            read[key] = whole(kept)
+    return read
+
+
+def _content(content: Any, speaker: str, calls: bool, role_key: str, content_key: str) -> str:
+    if isinstance(content, str):
+        return whole(content)
+    if isinstance(content, list) and (speaker != "tool" or all(isinstance(p, dict) and "type" in p for p in content)):
+        return whole("".join(_part(part) for part in content))
+    if isinstance(content, dict) and ("type" in content or speaker != "tool"):
+        return whole(_part(content))
+    if speaker == "tool" and isinstance(content, (dict, list)):
+        return whole(json.dumps(whole_json(content), ensure_ascii=False, default=str))
+    if absent(content) and calls:
+        return ""
+    raise Misfit(_NEEDS.format(role_key, content_key), "give it a text, or delete the row")
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and (kind in TEXT_PARTS if isinstance(kind, str) else False):
+        if isinstance(text := part.get("text"), str):
+            return text
+        raise Misfit("a part of type text has no text", "mend or delete the row")
+    words = [kind] if isinstance(kind, str) else [str(k) for k in part] if isinstance(part, dict) else []
+    if medium := next((m for m in MEDIA for word in words if m in word.lower()), None):
+        problem = f"the message holds {'an' if medium[0] in 'ia' else 'a'} {medium}; only text can be learned"
+        raise Misfit(problem, "leave such rows out (data.on_bad_row: skip)")
+    shown = f"type {kind!r:.40}" if kind is not None else "no known type"
+    raise Misfit(f"the content has a part of {shown}; only text can be learned", 'use {"type": "text", "text": "…"}')
+
+
+def _weight(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return int(value)
+    if absent(value):
+        return None
+    raise Misfit(f"weight must be 0 or 1, this is {value!r:.40}", "use 1 to learn the message, 0 to leave it unlearned")
+
+
+def read_calls(value: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which is what templates expect."""
+    value = from_json(value, "tool_calls")
+    calls = []
+    for call in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+        call = from_json(call, "a tool call")
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(call, dict):
+            raise Misfit("a tool call needs the name of a function", '{"function": {"name": "…", "arguments": {…}}}')
+        arguments = function.get("arguments", function.get("parameters"))
+        arguments = {} if absent(arguments) or arguments == "" else from_json(arguments, "arguments")
+        if not isinstance(arguments, dict):
+            problem = f"the arguments of {function['name']!r:.60} must be an object"
+            raise Misfit(problem, 'write them as {"name": value}, or as a string of that JSON')
+        read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        calls.append(({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | read)
+    if not calls:
+        raise Misfit("a tool call needs the name of a function", '{"function": {"name": "…", "arguments": {…}}}')
+    return list(whole_json(calls))
+
+
+def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """The tools of a row: a list of definitions, or that as a JSON string."""
+    if absent(value) or value == "":
+        return ()
+    value = from_json(value, "tools")
+    if absent(value):
+        return ()
+    tools = []
+    for tool in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+        tool = from_json(tool, "a tool")
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            problem = "tools must be a list of definitions with a name each"
+            raise Misfit(problem, '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]')
+        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(whole_json(tools))

@@ -1,0 +1,158 @@
+"""Bytes of files, whichever way they are compressed, with failures told by file and line.
+
+Everything here reads forward in blocks: what is held does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from shardwise.errors import UserError
+
+COMPRESSED = {".gz", ".zst", ".zstd", ".bz2", ".xz"}
+BLOCK = 1 << 20
+
+
+def plain_suffix(path: Path) -> str:
+    """What the file is once it is decompressed: `.jsonl` of `a.JSONL.gz`."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the bytes of the file are not those of its content."""
+    return path.suffix.lower() in COMPRESSED
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The content of a file, decompressed as it is read. Raises OSError, EOFError or what `broken` knows."""
+    file = path.open("rb")
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if suffix == ".bz2":
+        return cast(BinaryIO, bz2.BZ2File(file))
+    if suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(file))
+    if suffix in (".zst", ".zstd"):
+        return io.BufferedReader(_Zstd(file), BLOCK)
+    return file
+
+
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)  # what reading a damaged file raises
+
+
+def broken(error: Exception) -> tuple[str, str]:
+    """What is wrong with a file that does not read, and what to do."""
+    if isinstance(error, EOFError):
+        return "ends early: the compressed data are cut off", "copy or download the file again"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot be read ({error.strerror})", "change its permissions, or leave it out"
+    return f"is damaged, or not compressed as its suffix says ({error})", "copy or download the file again"
+
+
+class _Zstd(io.RawIOBase):
+    """Decompresses zstd frame after frame. The library's own reader takes a cut-off file for a whole one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.held, self.tail = file, b"", b""
+        self.frame: Any = None
+        self.library: Any = zstd_library()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.held:
+            data = self.tail or self.file.read(BLOCK // 8)
+            self.tail = b""
+            if not data:
+                if self.frame is not None:
+                    raise EOFError("cut off within a frame")
+                return 0
+            self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+            try:
+                self.held = self.frame.decompress(data)
+            except self.library.ZstdError as error:
+                raise OSError(str(error)) from None
+            if self.frame.eof:
+                self.frame, self.tail = None, self.frame.unused_data
+        taken = min(len(buffer), len(self.held))
+        buffer[:taken] = self.held[:taken]
+        self.held = self.held[taken:]
+        return taken
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+class MissingLibrary(OSError):
+    """A library that is needed for a kind of file only, and is not installed."""
+
+
+def zstd_library() -> Any:
+    """The library for zstd."""
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingLibrary("reading .zst needs a library: pip install zstandard") from None
+    return zstandard
+
+
+class Input:
+    """A file read forward; what goes wrong is told with the line it went wrong at."""
+
+    def __init__(self, path: Path, field: str) -> None:
+        self.path, self.field, self.line = path, field, 1
+        try:
+            self.file = open_bytes(path)
+        except BROKEN as error:
+            raise self.mistake(error) from None
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; fewer than asked for only at the end."""
+        try:
+            return self.file.read(size)
+        except BROKEN as error:
+            raise self.mistake(error) from None
+
+    def readline(self, limit: int) -> bytes:
+        """The next line, or its first bytes."""
+        try:
+            return self.file.readline(limit)
+        except BROKEN as error:
+            raise self.mistake(error) from None
+
+    def mistake(self, error: Exception) -> UserError:
+        """The user's view of a failure to read."""
+        problem, remedy = broken(error)
+        if isinstance(error, MissingLibrary):
+            problem, _, remedy = str(error).partition(": ")
+        where = str(self.path) if self.line == 1 else f"{self.path}:{self.line}"
+        return UserError(self.field, where, problem, remedy)
+
+    def __enter__(self) -> Input:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def seekable(path: Path, field: str) -> BinaryIO:
+    """A file in which one can jump; a compressed one is laid out in a nameless temporary file."""
+    with Input(path, field) as stream:
+        if not is_compressed(path):
+            return path.open("rb")
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 (the caller's)
+        while block := stream.read(8 * BLOCK):
+            copy.write(block)
+        copy.seek(0)
+        return cast(BinaryIO, copy)
