@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def _fit(document: Document, row: Row, data: Data) -> tuple[list[Document], str 
 
 def _cut(document: Document, start: int, length: int) -> Document:
     place = slice(start, start + length)
-    return Document(document.where, document.tokens[place], document.learned[place].copy())
+    return replace(document, tokens=document.tokens[place], learned=document.learned[place].copy())
 
 
 def _held_out(rows: int, share: float, seed: int, index: int) -> set[int]:
