@@ -1,166 +1,284 @@
-"""Turns rows into tokens and a mask of those to learn.
+"""Turns examples into tokens and a mask of those to learn.
 
-[Note: assistant mask] Chat templates rarely mark what the assistant said. We render the conversation up to just before
-and just after each assistant message and compare: the text between the two is the turn. This is right for any template
-whose rendering only ever grows; one that rewrites earlier turns has no unique answer and is refused. From the turn we
-keep what follows the generation prompt, up to and including the first special token after the content (the end of
-turn), so that a trailing newline is not learned. What the template writes after the content is found by rendering an
-answer that cannot be mistaken for it. Characters become tokens through the tokenizer's own offsets.
+Each example becomes one text and the places in it that are learned; texts are tokenised in batches and the places
+become tokens through the tokenizer's own offsets. Which places a conversation has is found in template.py.
 
-[Note: markup in content] A message that spells a special token (`<|im_end|>`) would be tokenised as that token: turns
-that nobody took, or an answer that ends half-way. The tokenizer cannot be told which occurrence is text, so such a row
-is refused. Plain text is left as it is: there a special token is what the author of the corpus wrote.
+[Note: boundaries] A token belongs to the part it begins in. One that begins in a prompt and reaches into the answer is
+not learned: the prompt that a model is asked with ends otherwise. An end of turn that takes the newline behind it along
+(Phi-3's do) is learned.
+
+[Note: begin and end] A chat template writes its own BOS, so none is added to what it renders. Everything else gets the
+BOS that the tokenizer adds by itself, and an EOS; neither is doubled where the text has it. Plain text, segments and
+prompts without a template may spell special tokens: there they are what the author of the corpus wrote.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.data.rows import Row
+from shardwise.data.examples import BadRow, Document, Example
+from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.errors import UserError
 
-BATCH = 256
-SENTINEL = "qxanswerxq"
+if TYPE_CHECKING:
+    from shardwise.data.rows import Row
+
+BATCH = 256  # examples that are rendered in one call
+ENCODE = 32  # texts that are tokenised in one call; more at a time is slower (their encodings leave the cache)
 
 
 @dataclass(frozen=True)
-class Document:
-    """Token ids and, for each, whether it is learned (the first never is: nothing predicts it)."""
+class _Plan:
+    """A text and the places in it to learn; `plain` ones get BOS and EOS, the latter learned if `ends`."""
 
-    where: str
-    tokens: np.ndarray
-    learned: np.ndarray
-
-
-def render_rows(rows: Iterable[Row], tokenizer: Any, loss_on: str, field: str) -> Iterator[Document]:
-    """Documents in the order of the rows, tokenised in batches."""
-    renderer = _Renderer(tokenizer, loss_on, field)
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == BATCH:
-            yield from renderer.render(batch)
-            batch = []
-    if batch:
-        yield from renderer.render(batch)
+    text: str
+    spans: list[Span]
+    plain: bool = False
+    ends: bool = False
 
 
-class _Renderer:
+class Renderer:
+    """Makes documents of examples with one tokenizer."""
+
     def __init__(self, tokenizer: Any, loss_on: str, field: str) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            problem = "has no fast version (tokenizer.json), which exact loss masks need"
+            remedy = "convert it with transformers, or use the tokenizer of a sibling model"
+            raise UserError("model.tokenizer", type(tokenizer).__name__, problem, remedy)
         self.tokenizer, self.loss_on, self.field = tokenizer, loss_on, field
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
         self.last = [eos] if eos is not None else []
-        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        special |= set(tokenizer.all_special_tokens)
-        self.special = _any_of(special)
-        self.marks = _any_of(special | set(tokenizer.get_added_vocab()))
-        self.closing: str | None = None  # what follows an answer; found at the first one, and again where it differs
+        self.template = ChatTemplate(tokenizer)
+        self.encoder = _encoder(tokenizer)
 
-    def render(self, rows: list[Row]) -> Iterator[Document]:
-        texts: list[str] = []
-        spans: list[list[tuple[int, int]] | None] = []
-        for row in rows:
-            text, turns = (row.text or "", None) if row.messages is None else self._chat(row, list(row.messages))
-            texts.append(text)
-            spans.append(turns)
-        # A chat template writes BOS itself; adding special tokens again would double it.
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for row, ids, offsets, turns in zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True):
-            if turns is None:
-                learned_from = len(ids) > 0  # an empty text teaches nothing, not even to end at once
-                ids = ids if ids[:1] == self.first else self.first + ids
-                ids = ids if ids[-1:] == self.last else ids + self.last
-                learned = np.full(len(ids), learned_from)
-            else:
-                learned = _mask(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), turns)
-            learned[:1] = False
-            yield Document(row.where, np.asarray(ids, dtype=np.int32), learned)
+    def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
+        """A document for each example, or why there is none, in order."""
+        for at in range(0, len(examples), BATCH):
+            batch = examples[at : at + BATCH]
+            yield from self._documents(batch, self._plans(batch))
 
-    def _chat(self, row: Row, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
-        for index, message in enumerate(messages):
-            if found := self.special.search(message["content"]):
-                problem = f"the content spells {found[0]}, which the tokenizer reads as markup"
-                remedy = "write it differently (a space inside will do) or delete the row"
-                raise UserError(self.field, f"{row.where} message {index + 1}", problem, remedy)
-        whole = self._apply(row, messages)
+    def render_preference(self, example: Example) -> tuple[Document, Document]:
+        """The chosen and the rejected conversation; only the answers are learned, their prompt is the same tokens."""
+        chosen, rejected = self._answers(example, (example.chosen, example.rejected))
+        prompts = [d.tokens[: np.argmax(d.learned)] for d in (chosen, rejected)]
+        if not np.array_equal(*prompts):
+            problem = "the template renders the prompt differently before the chosen and the rejected answer"
+            raise BadRow(example.where, example.number, problem, "let both answer the same messages")
+        return chosen, rejected
+
+    def render_kto(self, example: Example) -> Document:
+        """The conversation whose answer is wanted or not (`example.label`); only the answer is learned."""
+        (document,) = self._answers(example, (example.chosen,))
+        return document
+
+    def _answers(self, example: Example, endings: Iterable[tuple[dict[str, Any], ...]]) -> list[Document]:
+        chats = []
+        for ending in endings:
+            weights = (0,) * len(example.messages) + tuple(int(m["role"] == "assistant") for m in ending)
+            messages = (*example.messages, *ending)
+            place = (example.where, example.number, "chat", messages, example.tools, weights)
+            chats.append(Example(*place))  # type: ignore[arg-type]
+        documents = []
+        for document in self._documents(chats, self._plans(chats)):
+            if isinstance(document, BadRow):
+                raise document
+            if not document.learned.any():
+                raise BadRow(example.where, example.number, "has no answer to learn from", "add one, or delete the row")
+            documents.append(document)
+        return documents
+
+    # --- text and places -------------------------------------------------------------------------------------------
+
+    def _plans(self, examples: Sequence[Example]) -> list[_Plan | BadRow | None]:
+        """None for examples that are tokens already."""
+        chats = [e for e in examples if e.kind == "chat" and not e.tools]
+        whole = dict(zip(map(id, chats), self.template.render_many([e.messages for e in chats]), strict=True))
+        plans: list[_Plan | BadRow | None] = []
+        for example in examples:
+            try:
+                plans.append(self._plan(example, whole.get(id(example))))
+            except RowFault as fault:
+                where = example.where if fault.message is None else f"{example.where} message {fault.message + 1}"
+                plans.append(BadRow(where, example.number, fault.problem, fault.remedy))
+            except TemplateFault as fault:
+                raise UserError("model.tokenizer", example.where, fault.problem, fault.remedy) from None
+        return plans
+
+    def _plan(self, example: Example, rendered: str | RowFault | None) -> _Plan | None:
+        match example.kind:
+            case "chat":
+                return self._chat(example, rendered)
+            case "text":  # an empty text teaches nothing, not even to end at once
+                text = example.text
+                return _Plan(text, [(0, len(text))] if text else [], plain=True, ends=bool(text))
+            case "segments":
+                return _segments(example.segments)
+            case "pair":
+                text = example.prompt + example.text
+                return _Plan(text, [(len(example.prompt), len(text))], plain=True, ends=True)
+            case "tokens":
+                return None
+        problem = f"{example.kind} rows cannot be learned as they stand"
+        raise UserError(self.field, example.where, problem, "use rows with messages, text or a prompt and its answer")
+
+    def _chat(self, example: Example, rendered: str | RowFault | None) -> _Plan:
+        self.template.check_spelling(example.messages, example.tools)
+        if isinstance(rendered, RowFault):
+            raise rendered
+        messages, tools = example.messages, example.tools
+        text = self.template.render(messages, tools) if rendered is None else rendered
+        weights = example.weights or (None,) * len(messages)
         if self.loss_on == "all":
-            return whole, [(0, len(whole))]
-        turns = [self._turn(row, messages, i, whole) for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if not turns:
+            left_out = tuple(i for i, w in enumerate(weights) if w == 0)
+            spans = self.template.spans(text, messages, left_out, tools) if left_out else []
+            return _Plan(text, _rest(spans, len(text)))
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not answers and 1 not in weights:
             problem = "the conversation has no assistant message, so nothing would be learned"
-            raise UserError(self.field, row.where, problem, "add one, delete the row, or use data.loss_on: all")
-        return whole, turns
+            raise RowFault(problem, "add one, delete the row, or use data.loss_on: all")
+        default = answers if self.loss_on == "assistant" else answers[-1:]
+        wanted = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
+        return _Plan(text, self.template.spans(text, messages, wanted, tools) if wanted else [])
 
-    def _turn(self, row: Row, messages: list[dict[str, str]], index: int, whole: str) -> tuple[int, int]:
-        """Where in the whole rendering one assistant message and its end of turn lie."""
-        if index == 0:
-            problem = "the conversation begins with the assistant"
-            raise UserError(self.field, row.where, problem, "begin with a user or system message")
-        before = self._apply(row, messages[:index], prompt=True)
-        after = self._apply(row, messages[: index + 1]).rstrip()
-        if not (whole.startswith(after) and after.startswith(before)):
-            problem = "the chat template rewrites earlier turns, so what the assistant said cannot be told apart"
-            raise UserError(self.field, row.where, problem, "use data.loss_on: all, or one assistant message per row")
-        return len(before), len(before) + self._end(row, messages[: index + 1], before, after[len(before) :])
+    # --- tokens ----------------------------------------------------------------------------------------------------
 
-    def _end(self, row: Row, messages: list[dict[str, str]], before: str, turn: str) -> int:
-        """Where in a turn the first special token after the content ends."""
-        if self.closing is None or not turn.endswith(self.closing):
-            self.closing = self._closing(row, messages, before)
-        close, content = len(turn) - len(self.closing), messages[-1]["content"].strip()
-        if not turn.endswith(self.closing) or not turn[:close].rstrip().endswith(content):
-            problem = "the chat template changes the assistant's text, so it cannot be found in the rendering"
-            raise UserError(self.field, row.where, problem, "use data.loss_on: all, or another template")
-        space = len(self.closing) - len(self.closing.lstrip())
-        mark = self.marks.match(self.closing, space)
-        if mark is None:
-            problem = (
-                "the chat template ends the assistant's turn with no special token, so it would never learn to stop"
-            )
-            remedy = "use a tokenizer whose template ends turns with its eos token"
-            raise UserError("model.tokenizer", row.where, problem, remedy)
-        return close + mark.end()
+    def _documents(
+        self, examples: Sequence[Example], plans: list[_Plan | BadRow | None]
+    ) -> Iterator[Document | BadRow]:
+        encodings = self._encoded([p.text for p in plans if isinstance(p, _Plan)])
+        for example, plan in zip(examples, plans, strict=True):
+            if plan is None:
+                yield self._tokens(example)
+            elif isinstance(plan, BadRow):
+                yield plan
+            else:
+                yield self._document(example, plan, next(encodings))
 
-    def _closing(self, row: Row, messages: list[dict[str, str]], before: str) -> str:
-        """What the template writes after an answer, found with an answer that cannot be mistaken for it."""
-        spoken = self._apply(row, [*messages[:-1], messages[-1] | {"content": SENTINEL}]).rstrip()
-        return spoken[len(before) :].partition(SENTINEL)[2]
+    def _encoded(self, texts: list[str]) -> Iterator[Any]:
+        for at in range(0, len(texts), ENCODE):
+            yield from self.encoder.encode_batch(texts[at : at + ENCODE], add_special_tokens=False)
 
-    def _apply(self, row: Row, messages: list[dict[str, str]], prompt: bool = False) -> str:
-        from jinja2 import TemplateError
+    def _document(self, example: Example, plan: _Plan, encoding: Any) -> Document | BadRow:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        learned = np.zeros(len(ids), dtype=bool)
+        for begin, end in token_spans(encoding, plan.spans, len(plan.text)):
+            learned[begin:end] = True
+        if plan.plain:
+            if example.kind == "pair" and example.text and not learned.any():
+                problem = "the answer is part of the token that ends the prompt, so none of it would be learned"
+                remedy = "take the blank from the end of the prompt to the beginning of the answer"
+                return BadRow(example.where, example.number, problem, remedy)
+            first = [] if ids[:1].tolist() == self.first else self.first
+            last = [] if ids[-1:].tolist() == self.last else self.last
+            ids = np.concatenate([first, ids, last]).astype(np.int32)
+            learned = np.concatenate([[False] * len(first), learned, [plan.ends] * len(last)]).astype(bool)
+        learned[:1] = False
+        return Document(example.where, example.number, ids, learned)
 
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            problem = f"the chat template refuses this conversation ({error})"
-            raise UserError(self.field, row.where, problem, "mend the roles and their order") from None
+    def _tokens(self, example: Example) -> Document | BadRow:
+        count, problem = len(self.tokenizer), ""
+        wrong = next((t for t in example.tokens if not 0 <= t < count), None)
+        if wrong is not None:
+            problem = f"has token {wrong}, the tokenizer knows 0 to {count - 1}"
+        elif example.learned is not None and len(example.learned) != len(example.tokens):
+            problem = f"has {len(example.tokens)} tokens but {len(example.learned)} marks of what is learned"
+        if problem:
+            return BadRow(example.where, example.number, problem, "tokenise it again with this tokenizer")
+        tokens = np.array(example.tokens, dtype=np.int32)
+        learned = np.ones(len(tokens), dtype=bool) if example.learned is None else np.array(example.learned, dtype=bool)
+        learned[:1] = False
+        return Document(example.where, example.number, tokens, learned)
 
 
-def _any_of(words: set[str]) -> re.Pattern[str]:
-    """Matches any of the words, the longest where several begin at the same place; nothing if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+def _segments(segments: Sequence[tuple[str, bool]]) -> _Plan:
+    """Segments joined as they stand; learned ones that touch are one place."""
+    spans: list[Span] = []
+    at = 0
+    for text, learned in segments:
+        if learned and text:
+            spans = [*spans[:-1], (spans[-1][0], at + len(text))] if spans and spans[-1][1] == at else [
+                *spans, (at, at + len(text))]  # fmt: skip
+        at += len(text)
+    return _Plan("".join(text for text, _ in segments), spans, plain=True, ends=bool(segments) and segments[-1][1])
 
 
-def _mask(offsets: np.ndarray, turns: list[tuple[int, int]]) -> np.ndarray:
-    """Tokens that lie within a turn; one that straddles its start belongs to the prompt and is not learned."""
-    learned = np.zeros(len(offsets), dtype=bool)
-    begin, end = offsets[:, 0], offsets[:, 1]
-    for start, stop in turns:
-        # Tokenizers that trim offsets give a token of spaces no width, at the place where the spaces end; and an end
-        # of turn may take the newline behind it along (Phi-3), so that it ends later than its text.
-        learned |= (begin >= start) & (end > start) & (begin < stop)
-    return learned
+def _rest(spans: list[Span], length: int) -> list[Span]:
+    """What lies between spans."""
+    edges = [0, *(edge for span in sorted(spans) for edge in span), length]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def _encoder(tokenizer: Any) -> Any:
+    """The tokenizer's inner part, with the offsets of whole tokens.
+
+    Byte-level tokenizers may trim blanks from offsets. A token that has the blank at the end of a prompt would then
+    seem to begin with the answer, so we take a copy that does not trim: all that its last stage does besides is to add
+    special tokens, which we do not ask for.
+    """
+    inner = tokenizer.backend_tokenizer
+    encoding = inner.encode("a a", add_special_tokens=False)
+    if len(encoding) > 1 and encoding.token_to_chars(len(encoding) - 1)[0] == 2 and _blank_first(encoding.tokens[-1]):
+        from tokenizers import Tokenizer, processors
+
+        inner = Tokenizer.from_str(inner.to_str())
+        inner.post_processor = processors.Sequence([])
+    inner.no_truncation()  # as the tokenizer's own call does
+    inner.no_padding()
+    return inner
+
+
+def _blank_first(token: str) -> bool:
+    return token[:1] in ("Ġ", "▁", " ")
+
+
+def token_spans(encoding: Any, spans: Sequence[Span], length: int) -> list[Span]:
+    """Tokens that begin within each span of characters."""
+    found = []
+    for begin, end in spans:
+        first = _first_from(encoding, begin, length)
+        found.append((first, max(first, _first_from(encoding, end, length))))
+    return found
+
+
+def _first_from(encoding: Any, place: int, length: int) -> int:
+    """The first token that begins at this character or later; a token without width counts where it stands."""
+    if place >= length:
+        return len(encoding)
+    token = encoding.char_to_token(place)
+    if token is None:  # characters that the normaliser took away: no token covers them
+        begins = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
+        late = np.flatnonzero(begins >= place)
+        return int(late[0]) if len(late) else len(encoding)
+    begin, _ = encoding.token_to_chars(token)
+    return int(token) if begin >= place else int(token) + 1
 
 
 def check_template(tokenizer: Any, field: str) -> None:
-    """Chat data needs a chat template; say so before any row is read."""
+    """Chat data needs a template under which answers can be found and end; say so before any row is read."""
     if not tokenizer.chat_template:
         problem = "the data are conversations, but the tokenizer has no chat template"
         remedy = "train an instruct model, set model.tokenizer to one that has a template, or use rows with text"
         raise UserError(field, None, problem, remedy)
+    try:
+        ChatTemplate(tokenizer).check()
+    except TemplateFault as fault:
+        raise UserError(field, None, fault.problem, fault.remedy) from None
+
+
+def render_rows(rows: Iterable[Row], tokenizer: Any, loss_on: str, field: str) -> Iterator[Document]:
+    """Documents in the order of the rows; the first bad one ends it."""
+    examples = [
+        Example(r.where, n, "text", text=r.text or "")
+        if r.messages is None
+        else Example(r.where, n, "chat", r.messages)
+        for n, r in enumerate(rows)
+    ]
+    for document in Renderer(tokenizer, loss_on, field).render(examples):
+        if isinstance(document, BadRow):
+            raise UserError(field, document.where, document.problem, document.remedy)
+        yield document
