@@ -25,6 +25,7 @@ from shardwise.config.units import (
     parse_number,
     parse_share,
 )
+from shardwise.errors import UserError
 
 
 class Clash(ValueError):
@@ -138,7 +139,7 @@ class Refine(Section):
         default="keep", description="leave out repeats, or near repeats too (MinHash, by `similarity`)"
     )
     similarity: Number = Field(
-        default=0.8, gt=0, le=1, description="Jaccard similarity of word 5-grams from which rows are near repeats"
+        default=0.8, ge=0.5, le=1, description="Jaccard similarity of word 5-grams from which rows are near repeats"
     )
     decontaminate: Whole = Field(
         default=0, ge=0, description="leave out training rows that have this many words in a row from an eval source"
@@ -146,6 +147,22 @@ class Refine(Section):
     filter: str | None = Field(
         default=None, description="keep rows for which this is true, e.g. \"len(text) > 20 and lang == 'en'\""
     )
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Refine:
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise Clash("max_tokens", f"is below min_tokens = {self.min_tokens}", "no row would be left; raise it")
+        if self.similarity != 0.8 and self.duplicates != "near":
+            problem = f"has no effect with duplicates: {self.duplicates}"
+            raise Clash("similarity", problem, "set duplicates: near, or remove it")
+        if self.filter is not None:
+            from shardwise.data.expression import Expression
+
+            try:
+                Expression(self.filter)
+            except UserError as error:
+                raise Clash("filter", error.problem, error.remedy) from None
+        return self
 
 
 class Data(Section):
@@ -175,6 +192,13 @@ class Data(Section):
     )
     refine: Refine = Field(default_factory=lambda: Refine(), description="what to leave out")
     workers: Whole | Literal["auto"] = Field(default="auto", description="processes that tokenise; auto = cores")
+
+    @model_validator(mode="after")
+    def _eval_sources(self) -> Data:
+        if self.refine.decontaminate and isinstance(self.eval, float):
+            problem = "compares with eval sources, but data.eval names none"
+            raise Clash("refine.decontaminate", problem, "set data.eval to a path, or remove it")
+        return self
 
 
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(parse_number)]

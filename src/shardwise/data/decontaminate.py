@@ -1,0 +1,87 @@
+"""Finds training rows that hold a passage of an eval source: so many words in a row (words.py), whoever says them.
+
+Words are compared in lower case and without punctuation; system prompts are left out, as eval and training rows often
+share one. An eval row of fewer words is found only where a training row says nothing else. The eval sources' n-grams
+lie as sorted hashes of 64 bits in files that workers map into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.examples import Example
+from shardwise.data.words import hashed_words, ngrams
+
+BATCH = 2048  # examples that are hashed at a time
+MARKS = 1 << 22  # bits of a hash that are looked up first: most n-grams are told apart by these alone
+
+
+class EvalNgrams:
+    """The passages of the eval sources, in a folder; pickles as its path."""
+
+    def __init__(self, folder: Path, words: int) -> None:
+        self.folder, self.words = folder, words
+        self._hashes = _open(folder / "hashes.npy")
+        self._rows = _open(folder / "rows.npy")
+        self._wheres = (folder / "wheres.txt").read_text(encoding="utf-8", errors="surrogatepass").split("\0")
+        self._marked = np.zeros(MARKS, dtype=bool)
+        self._marked[_mark(self._hashes)] = True
+
+    @classmethod
+    def from_examples(cls, examples: Iterable[Example], words: int, folder: Path) -> EvalNgrams:
+        """Writes the passages of all examples to the folder."""
+        hashes, rows = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.uint32)]
+        wheres: list[str] = []
+        rest = iter(examples)
+        while batch := list(islice(rest, BATCH)):
+            grams, counts = _passages(batch, words)
+            hashes.append(grams)
+            rows.append(np.repeat(np.arange(len(wheres), len(wheres) + len(batch), dtype=np.uint32), counts))
+            wheres += [example.where for example in batch]
+        unique, first = np.unique(np.concatenate(hashes), return_index=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "hashes.npy", unique)
+        np.save(folder / "rows.npy", np.concatenate(rows)[first])
+        (folder / "wheres.txt").write_text("\0".join(wheres), encoding="utf-8", errors="surrogatepass")
+        return cls(folder, words)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EvalNgrams, (self.folder, self.words)
+
+    def hit(self, example: Example) -> str | None:
+        """Which eval row an example holds a passage of, as a reason; None if none."""
+        return self.hits([example])[0]
+
+    def hits(self, examples: Sequence[Example]) -> list[str | None]:
+        """The same for many at once, which is faster."""
+        found: list[str | None] = [None] * len(examples)
+        grams, counts = _passages(examples, self.words)
+        marked = np.flatnonzero(self._marked[_mark(grams)])
+        if not len(marked):
+            return found
+        places = np.minimum(np.searchsorted(self._hashes, grams[marked]), len(self._hashes) - 1)
+        true = self._hashes[places] == grams[marked]
+        owners = np.searchsorted(np.cumsum(counts), marked[true], "right")
+        for owner, place in zip(owners.tolist(), places[true].tolist(), strict=True):
+            if found[owner] is None:
+                found[owner] = f"{self.words} words in a row as in {self._wheres[self._rows[place]]}"
+        return found
+
+
+def _passages(examples: Sequence[Example], words: int) -> tuple[np.ndarray, np.ndarray]:
+    # A shorter row is filled up with words that no row has: its one n-gram is equal only to that of an equal row.
+    return ngrams(*hashed_words(examples, fill=words), words)
+
+
+def _mark(hashes: np.ndarray) -> np.ndarray:
+    return hashes >> np.uint64(64 - (MARKS - 1).bit_length())
+
+
+def _open(file: Path) -> np.ndarray:
+    array: np.ndarray = np.load(file, mmap_mode="r")
+    return array if len(array) else np.empty(0, dtype=array.dtype)
