@@ -18,11 +18,14 @@ import numpy as np
 
 from shardwise.cache import cache_root, make_once
 from shardwise.config.schema import Data, Source
+from shardwise.data import examples
+from shardwise.data.mixing import ORDER
 from shardwise.data.render import Document, check_template, render_rows
 from shardwise.data.rows import Row, read_rows, source_files, unreadable
+from shardwise.data.store import TokenStore, finish, write_chunk
 from shardwise.errors import UserError
 
-FORMAT = 3  # raised when the same rows give other tokens or masks
+FORMAT = 4  # raised when the same rows give other tokens or masks
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Prepared:
     eval_bills: list[Bill]
     fingerprint: str
     largest_token: int
+    train_stores: list[TokenStore]
+    eval_stores: list[TokenStore]
 
 
 def prepare_data(data: Data, tokenizer: Any, seed: int, say: Callable[[str], None] = lambda _: None) -> Prepared:
@@ -89,6 +94,11 @@ def prepare_data(data: Data, tokenizer: Any, seed: int, say: Callable[[str], Non
         eval_bills=[Bill(**b) for b in meta["eval"]],
         fingerprint=_fingerprint(meta["train_digest"], data, seed),
         largest_token=meta["largest_token"],
+        train_stores=[TokenStore(folder / "train" / str(i)) for i in range(len(data.train))],
+        eval_stores=[
+            TokenStore(folder / "eval" / str(i))
+            for i in range(len(data.train if isinstance(data.eval, float) else data.eval))
+        ],
     )
 
 
@@ -121,9 +131,9 @@ def _write(data: Data, tokenizer: Any, seed: int, folder: Path) -> None:
         raise UserError(
             "data.eval", share, problem, "give data.eval files of its own, or write the data as several rows"
         )
-    train.save(folder / "train")
+    train.save(folder / "train", len(data.train))
     if evaluation.documents:
-        evaluation.save(folder / "eval")
+        evaluation.save(folder / "eval", len(data.train if isinstance(data.eval, float) else data.eval))
     largest = max(int(d.tokens.max()) for d in train.documents + evaluation.documents)
     bill: dict[str, Any] = {"train": [asdict(b) for b in bills], "eval": [asdict(b) for b in eval_bills]}
     bill |= {"largest_token": largest, "train_digest": _digest_of(folder / "train")}
@@ -216,13 +226,23 @@ class _Writer:
         self.documents.append(document)
         self.source.append(source)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, sources: int) -> None:
         folder.mkdir()
         starts = np.concatenate([[0], np.cumsum([len(d.tokens) for d in self.documents])]).astype(np.int64)
         np.save(folder / "tokens.npy", np.concatenate([d.tokens for d in self.documents]))
         np.save(folder / "learned.npy", np.concatenate([d.learned for d in self.documents]))
         np.save(folder / "starts.npy", starts)
         np.save(folder / "source.npy", np.asarray(self.source, dtype=np.int32))
+        for index in range(sources):
+            (store := folder / str(index)).mkdir()
+            documents = [
+                examples.Document(d.where, number, d.tokens, d.learned)
+                for number, d in enumerate(d for d, s in zip(self.documents, self.source, strict=True) if s == index)
+            ]
+            starts_of_chunks = range(0, len(documents), 2048)
+            for chunk, start in enumerate(starts_of_chunks):
+                write_chunk(store, chunk, documents[start : start + 2048])
+            finish(store, len(starts_of_chunks), {"documents": len(documents)})
 
 
 def _open(folder: Path) -> Corpus:
@@ -231,7 +251,9 @@ def _open(folder: Path) -> Corpus:
 
 def _fingerprint(train_digest: str, data: Data, seed: int) -> str:
     """What decides the order of the training sequences: a place in them means nothing if this differs."""
-    order = [train_digest, data.sequence_length, data.packing, seed]
+    mixture = [[source.weight, source.epochs] for source in data.train]
+    order = [ORDER, train_digest, data.sequence_length, data.packing, data.packing_window, data.temperature, mixture]
+    order.append(seed)
     return hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
 
 
