@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support import stores
+from support.stores import LENGTH, PAD, documents, places, seen, stream
 
+from shardwise.data.ahead import Ahead
 from shardwise.data.loader import IGNORE, Loader, MicroBatch
-from shardwise.data.prepare import Corpus
+from shardwise.data.mixing import SourceStream
+from shardwise.errors import UserError
 
-LENGTH, BATCH, PAD = 64, 8, 0
-
-
-def corpus(count: int = 150, seed: int = 0) -> Corpus:
-    """Documents of 2 to 64 tokens; a token tells its document and place, 0 is padding alone."""
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(2, LENGTH + 1, count)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    tokens = np.concatenate([1 + np.arange(s) + 100 * d for d, s in enumerate(sizes)]).astype(np.int32)
-    learned = rng.random(len(tokens)) < 0.6
-    learned[starts[:-1]] = False
-    return Corpus(tokens, learned, starts, np.zeros(count, dtype=np.int32))
+BATCH, COUNT = 8, 150
 
 
-def loader(packing: bool = True, seed: int = 3) -> Loader:
-    return Loader(corpus(), LENGTH, packing, seed, PAD)
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    FOLDER.append(tmp_path_factory.mktemp("stores"))
+    return FOLDER[-1]
+
+
+FOLDER: list[Path] = []
+
+
+def loader(packing: bool = True, seed: int = 3, count: int = COUNT) -> Loader:
+    return stores.loader([stream(FOLDER[-1], count)], packing, seed=seed)
+
+
+def mixed(packing: bool = True, window: int = 60) -> Loader:
+    """Three sources in several windows, none of them once per epoch as it is."""
+    sources = [
+        stream(FOLDER[-1], COUNT, 0, weight=2.0),
+        stream(FOLDER[-1], 70, 1),
+        stream(FOLDER[-1], 40, 2, epochs=1.75),
+    ]
+    return stores.loader(sources, packing, window, temperature=1.5)
+
+
+MAKERS = [loader, mixed]
 
 
 def rows_of(micro: MicroBatch) -> list[tuple[Any, ...]]:
@@ -59,13 +75,14 @@ def same(a: Any, b: Any) -> bool:
     return equal and (a.supervised, a.tokens, a.epoch) == (b.supervised, b.tokens, b.epoch)
 
 
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("position", [0, 16, 72, 400])
-def test_the_ranks_together_compute_the_same_batch(packing: bool, position: int) -> None:
-    alone = Counter(all_rows(loader(packing), position, 1, BATCH))
+def test_the_ranks_together_compute_the_same_batch(make: Any, packing: bool, position: int) -> None:
+    alone = Counter(all_rows(make(packing), position, 1, BATCH))
     assert sum(alone.values()) == BATCH
     for ranks, micro in [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]:
-        assert Counter(all_rows(loader(packing), position, ranks, micro)) == alone
+        assert Counter(all_rows(make(packing), position, ranks, micro)) == alone
 
 
 def test_every_rank_has_the_same_number_of_forwards() -> None:
@@ -75,15 +92,42 @@ def test_every_rank_has_the_same_number_of_forwards() -> None:
         assert counts == {BATCH // (micro * ranks)}
 
 
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("packing", [True, False])
-def test_resuming_anywhere_gives_the_same_batches(packing: bool) -> None:
-    straight = loader(packing)
+def test_resuming_anywhere_gives_the_same_batches(make: Any, packing: bool) -> None:
+    straight = make(packing)
     epoch = straight.epoch_sequences()
     steps = 3 * epoch // BATCH  # across two ends of epochs, which do not fall on ends of batches
     expected = [straight.step(n * BATCH, BATCH, 2, 1, 2) for n in range(steps)]
     for start in (0, 1, epoch // BATCH, epoch // BATCH + 1, steps - 1):
-        resumed = loader(packing)
+        resumed = make(packing)
         assert all(same(resumed.step(n * BATCH, BATCH, 2, 1, 2), expected[n]) for n in range(start, steps))
+
+
+@pytest.mark.parametrize("window", [7, 60, 1000])
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("stops", [(0.3, 0.6), (0.05, 0.95), (0.5, 0.5)])
+def test_an_epoch_on_one_then_three_then_two_ranks(packing: bool, window: int, stops: tuple[float, float]) -> None:
+    """Each example of a mixed, packed, shuffled epoch is seen as often as it should be, by whichever rank."""
+
+    def make() -> Loader:
+        sources = [stream(FOLDER[-1], COUNT, 0), stream(FOLDER[-1], 70, 1), stream(FOLDER[-1], 40, 2, epochs=2)]
+        return stores.loader(sources, packing, window)
+
+    size = make().epoch_sequences()
+    batch = 6
+    turns = [round(s * size / batch) * batch for s in (0.0, *stops)] + [size // batch * batch]
+    found = Counter[int]()
+    for ranks, start, stop in zip((1, 3, 2), turns, turns[1:], strict=True):
+        for rank in range(ranks):
+            mine = make()  # a new process, which knows the position alone
+            for position in range(start, stop, batch):
+                for micro in mine.step(position, batch, batch // ranks, rank, ranks).micro_batches:
+                    found.update(seen(micro))
+    for position in range(turns[-1], size):
+        found.update(seen(make().step(position, 1, 1, 0, 1).micro_batches[0]))
+    numbers = [(source, n) for source, count in enumerate((COUNT, 70, 40)) for n in range(count)]
+    assert found == Counter({10_000 * source + n: 2 if source == 2 else 1 for source, n in numbers})
 
 
 def test_a_batch_across_the_end_of_an_epoch_goes_on_with_the_next() -> None:
@@ -94,42 +138,61 @@ def test_a_batch_across_the_end_of_an_epoch_goes_on_with_the_next() -> None:
     assert one_by_one[3:] != [row for n in range(5) for row in all_rows_of_one(source, n)]  # epochs differ
 
 
-def test_going_back_gives_the_same_batches() -> None:
-    source = loader()
+@pytest.mark.parametrize("make", MAKERS)
+def test_going_back_gives_the_same_batches(make: Any) -> None:
+    source = make()
     first = source.step(0, BATCH, 1, 0, 1)
     source.step(5 * source.epoch_sequences(), BATCH, 1, 0, 1)
     assert same(source.step(0, BATCH, 1, 0, 1), first)
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_an_epoch_serves_every_document_once(packing: bool) -> None:
-    source, documents = loader(packing), corpus()
-    position, seen = 0, Counter[int]()
+@pytest.mark.parametrize("window", [1, 9, 60, 1000])
+def test_an_epoch_serves_every_document_once(packing: bool, window: int) -> None:
+    source = stores.loader([stream(FOLDER[-1], COUNT), stream(FOLDER[-1], 70, 1)], packing, window)
+    tokens = [t for number, count in enumerate((COUNT, 70)) for d in documents(count, number, number) for t in d.tokens]
+    position, found = 0, Counter[int]()
     for epoch in range(2):
         size = source.epoch_sequences(epoch)
         for _ in range(size):
             (micro,) = source.step(position, 1, 1, 0, 1).micro_batches
-            seen.update(i for i in micro.input_ids.flatten().tolist() if i != PAD)
+            found.update(i for i in micro.input_ids.flatten().tolist() if i != PAD)
             position += 1
-        assert seen == Counter({int(t): epoch + 1 for t in documents.tokens})
+        assert found == Counter({int(t): epoch + 1 for t in tokens})
 
 
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_counts_are_those_of_all_ranks(packing: bool, ranks: int) -> None:
-    source = loader(packing)
+def test_counts_are_those_of_all_ranks(make: Any, packing: bool, ranks: int) -> None:
+    source = make(packing)
     for position in range(0, 4 * BATCH, BATCH):
         parts = [source.step(position, BATCH, 2, rank, ranks) for rank in range(ranks)]
         micros = [m for part in parts for m in part.micro_batches]
         supervised = sum(int((m.labels != IGNORE).sum()) for m in micros)
         tokens = sum(int((m.input_ids != PAD).sum()) for m in micros)
         assert all((p.supervised, p.tokens) == (supervised, tokens) for p in parts)
+        assert all(sum(p.by_source) == supervised and len(p.by_source) == len(source.sources) for p in parts)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_position_tells_its_source(packing: bool) -> None:
+    source = mixed(packing)
+    for position in range(0, 5 * BATCH, BATCH):
+        batch, counts = source.step(position, BATCH, 4, 0, 1), Counter[int]()
+        for micro in batch.micro_batches:
+            assert micro.sources is not None and micro.source_count == 3
+            real = micro.input_ids != PAD
+            assert torch.equal(micro.sources[real], micro.input_ids[real] // 1_000_000)
+            counts.update(micro.sources[micro.labels != IGNORE].tolist())
+        assert tuple(counts[i] for i in range(3)) == batch.by_source and min(batch.by_source) > 0
+    assert loader(packing).step(0, 1, 1, 0, 1).micro_batches[0].sources is None, "nothing superfluous"
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_labels_are_the_next_token_of_the_same_document(packing: bool) -> None:
-    source, documents = loader(packing), corpus()
-    is_learned = dict(zip(documents.tokens.tolist(), documents.learned.tolist(), strict=True))
+    source = loader(packing)
+    is_learned = {int(t): bool(x) for d in documents(COUNT) for t, x in zip(d.tokens, d.learned, strict=True)}
     crossings = 0
     for micro in source.step(0, BATCH, 2, 0, 1).micro_batches:
         for ids, labels in zip(micro.input_ids.tolist(), micro.labels.tolist(), strict=True):
@@ -140,9 +203,21 @@ def test_labels_are_the_next_token_of_the_same_document(packing: bool) -> None:
     assert crossings > 0 or not packing  # the test has seen neighbours
 
 
+def test_a_first_token_is_never_learned(tmp_path: Path) -> None:
+    """Also where a writer says so: no document may teach the end of the one before it."""
+    made = documents(40)
+    for document in made:
+        document.learned[:] = True
+    source = stores.loader([SourceStream("all", stores.write_store(tmp_path / "all", made))])
+    batch = source.step(0, 6, 6, 0, 1)
+    (micro,) = batch.micro_batches
+    assert batch.supervised == int((micro.labels != IGNORE).sum())
+    assert not (micro.labels % 100 == 1).any()
+
+
 def test_positions_restart_with_each_document_and_with_the_padding() -> None:
     widest = 0
-    for micro in Loader(corpus(9), LENGTH, True, 0, PAD).step(0, BATCH, 4, 0, 1).micro_batches:
+    for micro in loader(count=9).step(0, BATCH, 4, 0, 1).micro_batches:
         assert micro.attention_mask is None and micro.position_ids is not None
         for ids, positions in zip(micro.input_ids.tolist(), micro.position_ids.tolist(), strict=True):
             padding = ids.count(PAD)
@@ -170,13 +245,70 @@ def test_epoch_is_told_as_it_goes() -> None:
     assert source.step(size // 2, BATCH, 1, 0, 1).epoch == pytest.approx((size // 2 + BATCH) / size)
     assert source.step(size - BATCH, BATCH, 1, 0, 1).epoch == 1
     assert source.locate(size + 3) == (1, 3)
+    told = [mixed().step(p, BATCH, 1, 0, 1).epoch for p in range(0, 3 * mixed().epoch_sequences(), BATCH)]
+    assert told == sorted(told) and 2.5 < told[-1] < 3.5
+
+
+def test_efficiency_is_that_of_the_sequences() -> None:
+    source = mixed()
+    sequences = source.sequences(0, source.epoch_sequences())
+    tokens = sum(int(s["length"].sum()) for s in sequences)
+    assert source.efficiency() == pytest.approx(tokens / (LENGTH * len(sequences))) > 0.9
 
 
 def test_a_batch_larger_than_the_data_goes_round() -> None:
-    small = Loader(corpus(3), LENGTH, True, 0, PAD)
-    part = small.step(0, 64, 64, 0, 1)
+    part = loader(count=3).step(0, 64, 64, 0, 1)
     assert len(rows_of(part.micro_batches[0])) == 64
 
 
 def test_seeds_differ() -> None:
     assert all_rows(loader(seed=1), 0, 1, 1) != all_rows(loader(seed=2), 0, 1, 1)
+
+
+class TestAhead:
+    """The next batch is laid out in the background, and nothing but the time it takes is different."""
+
+    def test_gives_the_same_batches(self) -> None:
+        with Ahead(mixed(), BATCH, 2, 1, 2, end=20 * BATCH) as ahead:
+            plain = mixed()
+            for n in [*range(10), 3, 4, *range(15, 20)]:  # also where it is not the next that is asked for
+                assert same(ahead.step(n * BATCH), plain.step(n * BATCH, BATCH, 2, 1, 2))
+
+    def test_stops_at_the_end_of_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        source, asked = loader(), []
+        step = source.step
+        monkeypatch.setattr(source, "step", lambda at, *rest: (asked.append(at), step(at, *rest))[1])
+        with Ahead(source, BATCH, 1, 0, 1, end=3 * BATCH) as ahead:
+            for n in range(3):
+                ahead.step(n * BATCH)
+        assert asked == [0, BATCH, 2 * BATCH]
+
+    def test_raises_where_the_batch_is_asked_for(self, tmp_path: Path) -> None:
+        store = stores.write_store(tmp_path / "a", documents(40), 16, done=False)
+        with Ahead(stores.loader([SourceStream("a", store)], window=16), 1, 1, 0, 1, end=1000) as ahead:
+            assert ahead.step(0).supervised
+            stores_fail(tmp_path / "a")
+            with pytest.raises(UserError, match="went wrong"):
+                for position in range(1, 100):
+                    ahead.step(position)
+
+    def test_does_not_hold_up_the_end(self, tmp_path: Path) -> None:
+        """The run is left while the thread waits for a chunk that will never come."""
+        store = stores.write_store(tmp_path / "a", documents(32), 16, done=False)
+        source = stores.loader([SourceStream("a", store)], window=16)
+        first = len(source._window(0))
+        with Ahead(source, first, 1, 0, 1, end=1000) as ahead:
+            ahead.step(0)
+        assert not [t for t in threading.enumerate() if t.name == "next batch"]
+
+
+def stores_fail(folder: Path) -> None:
+    from shardwise.data.store import fail
+
+    fail(folder, UserError("data.train.0", "x", "went wrong", "mend it"))
+
+
+def test_places_are_unique() -> None:
+    """What the tests count documents by."""
+    source = loader()
+    assert set(places(source.sequences(0, source.epoch_sequences())).values()) == {1}

@@ -66,7 +66,7 @@ def wire_and_memory(run: dict[str, Any], steps: int = 2) -> tuple[int, dict[str,
             scale = parts.sharded.data_parallel_size / batch.supervised
             for index, micro in enumerate(batch.micro_batches):
                 parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
-                (parts.objective(parts.sharded.model, micro) * scale).backward()
+                (parts.objective(parts.sharded.model, micro).total * scale).backward()
                 held.append(held_bytes(parts.sharded, parts.optimizer))
         parts.update()
     return parts.job.parameters, dict(wire.elements), held
@@ -99,7 +99,7 @@ def plain_loop(run: dict[str, Any]) -> list[float]:
     from shardwise.optim.schedules import learning_rate
 
     parts = parts_of(run)
-    train, corpus, loader = parts.job.run.train, parts.job.data.train, parts.loader
+    train, loader = parts.job.run.train, parts.loader
     model = AutoModelForCausalLM.from_config(parts.job.source.config)
     model.load_state_dict(full_parameters(parts))
     groups = decay_groups(dict(model.named_parameters()), train.weight_decay)
@@ -107,12 +107,11 @@ def plain_loop(run: dict[str, Any]) -> list[float]:
     losses = []
     for step in range(train.steps):
         documents = [d for s in loader.sequences(step * train.batch_size, train.batch_size) for d in s]
-        count = sum(int(corpus.supervised[d]) for d in documents)
+        count = sum(int(d["supervised"]) for d in documents)
         total = 0.0
         for document in documents:
-            start, stop = int(corpus.starts[document]), int(corpus.starts[document + 1])
-            ids = torch.as_tensor(corpus.tokens[start:stop].astype("int64"))[None]
-            learned = torch.as_tensor(corpus.learned[start:stop].copy())
+            ids, learned = map(torch.as_tensor, loader.document(document))
+            ids = ids[None]
             log_p = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
             loss = -(log_p.gather(1, ids[0, 1:, None])[:, 0] * learned[1:]).sum() / count
             loss.backward()
@@ -237,7 +236,7 @@ def loss_two_ways(run: dict[str, Any]) -> tuple[float, float]:
     """The loss per learned token, and the mean of the sequences' means."""
     parts = parts_of(run)
     micro_batches = parts.loader.step(0, parts.job.run.train.batch_size, 1, 0, 1).micro_batches
-    losses = [parts.objective(parts.sharded.model, m).item() for m in micro_batches]
+    losses = [parts.objective(parts.sharded.model, m).total.item() for m in micro_batches]
     counts = [int((m.labels != -100).sum()) for m in micro_batches]
     return sum(losses) / sum(counts), sum(a / b for a, b in zip(losses, counts, strict=True)) / len(losses)
 
@@ -256,14 +255,14 @@ def step_without_sync(run: dict[str, Any]) -> bool:
             parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
             loss = parts.objective(parts.sharded.model, micro.to(world.device))
             torch.cuda.set_sync_debug_mode(mode)
-            parts.scaler.scale(loss / batch.supervised).backward()
+            parts.scaler.scale(loss.total / batch.supervised).backward()
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.set_sync_debug_mode(mode)
         norm = parts.sharded.clip(train.clip)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
         parts.optimizer.zero_grad()
-        parts.meter.add(step, 0.0, loss.detach(), norm, batch)
+        parts.meter.add(step, 0.0, loss.sums(), norm, batch)
         torch.cuda.set_sync_debug_mode("default")
     return True
 
@@ -275,19 +274,20 @@ def evaluation(run: dict[str, Any]) -> tuple[float, float, int]:
     from shardwise.train.loop import evaluate
 
     parts = parts_of(run)
-    corpus, loader = parts.job.data.eval, parts.eval_loader
+    loader = parts.eval_loader
     model = AutoModelForCausalLM.from_config(parts.job.source.config)
     model.load_state_dict(full_parameters(parts))
     total, count = 0.0, 0
     with torch.no_grad():
-        for document in range(len(corpus)):
-            start, stop = int(corpus.starts[document]), int(corpus.starts[document + 1])
-            ids = torch.as_tensor(corpus.tokens[start:stop].astype("int64"))[None]
-            learned = torch.as_tensor(corpus.learned[start:stop].copy())[1:]
+        stores = [source.store for source in loader.sources]
+        places = [(s, c, i) for s in stores for c in range(s.wait()["chunks"]) for i in range(len(s.table(c)))]
+        for store, chunk, index in places:
+            ids, learned = map(torch.as_tensor, store.document(chunk, index))
+            ids, learned = ids[None], learned[1:]
             log_p = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
             total -= float((log_p.gather(1, ids[0, 1:, None])[:, 0] * learned).sum())
             count += int(learned.sum())
-    return evaluate(parts), total / count, loader.epoch_sequences()
+    return evaluate(parts).loss, total / count, loader.epoch_sequences()
 
 
 def save_plain(root: str, count: int, size: int) -> int:

@@ -1,128 +1,248 @@
 """Serves each step's sequences to each rank, the same on any number of ranks, from any position.
 
-The order of sequences is a pure function of the seed, so the only state is how many have been consumed. Every rank
-knows the whole step, hence the global number of learned tokens, without asking the others.
+The order of sequences is a pure function of the seed and the sources ([Note: order] in mixing.py), so the only state is
+how many have been consumed. Every rank knows the whole step, hence the global number of learned tokens, without asking
+the others. To find a position the windows before it are packed again: about 2 seconds per million documents.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.data.packing import pack
-from shardwise.data.prepare import Corpus
+from shardwise.data.mixing import Mixture, SourceStream, sequence_order
+from shardwise.data.packing import DOCUMENT, Packed, pack
+from shardwise.data.store import LEARNED
+from shardwise.errors import UserError
 
 IGNORE = -100
+KEPT = 2  # windows that stay packed: a step can lie across two
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of one forward: ids, labels already shifted (labels[t] is what position t predicts), positions or mask."""
+    """Inputs of one forward: ids, labels already shifted (labels[t] is what position t predicts), positions or mask.
+
+    `sources` tells which of `source_count` sources each position is from; None where there is but one.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
+    sources: torch.Tensor | None = None
+    source_count: int = 1
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
-        parts = (self.input_ids, self.labels, self.position_ids, self.attention_mask)
-        return MicroBatch(*(None if p is None else p.to(device, non_blocking=True) for p in parts))  # type: ignore[arg-type]
+        moved: dict[str, Any] = {
+            f.name: part.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(part := getattr(self, f.name), torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank computes in one step, and the counts over all ranks."""
+    """What one rank computes in one step, and the counts over all ranks; `by_source` are the learned tokens of each."""
 
     micro_batches: list[MicroBatch]
     supervised: int
     tokens: int
     epoch: float
+    by_source: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Where a window begins: all that its documents follow from, and what came before it."""
+
+    epoch: int
+    window: int  # within the epoch
+    position: int  # of its first sequence in the run
+    taken: tuple[int, ...]  # documents of each source, within the epoch
+    carry: np.ndarray  # documents left over by the window before
+    documents: int  # within the epoch
+    tokens: int  # in the run
 
 
 class Loader:
-    """Sequences of a corpus in shuffled, packed order, epoch after epoch."""
+    """Sequences of a mixture of sources in shuffled, packed order, epoch after epoch."""
 
-    def __init__(self, corpus: Corpus, sequence_length: int, packing: bool, seed: int, pad_id: int) -> None:
-        self.corpus, self.sequence_length, self.packing, self.seed, self.pad_id = (
-            corpus,
+    def __init__(
+        self,
+        sources: Sequence[SourceStream],
+        sequence_length: int,
+        packing: bool,
+        window: int,
+        seed: int,
+        pad_id: int,
+        temperature: float = 1.0,
+    ) -> None:
+        self.sources, self.sequence_length, self.packing, self.seed, self.pad_id = (
+            tuple(sources),
             sequence_length,
             packing,
             seed,
             pad_id,
         )
-        self._lengths, self._supervised = corpus.lengths, corpus.supervised
-        self._epoch = lru_cache(maxsize=2)(self._pack_epoch)
-        self._sizes: list[int] = []
+        self._stop = threading.Event()
+        self._mixture = Mixture(self.sources, window, seed, temperature, self._stop)
+        self._marks = [_Mark(0, 0, 0, self._mixture.start, np.empty(0, dtype=DOCUMENT), 0, 0)]
+        self._epochs = [0]  # the first mark of each epoch
+        self._packed: OrderedDict[int, Packed] = OrderedDict()
 
-    def _pack_epoch(self, epoch: int) -> list[np.ndarray]:
-        return pack(self._lengths, self.sequence_length, self.seed, epoch, self.packing)
+    @property
+    def names(self) -> list[str]:
+        """The sources' names, in their order."""
+        return [s.name for s in self.sources]
+
+    def close(self) -> None:
+        """Lets go of whoever waits for a chunk; the loader is of no use afterwards."""
+        self._stop.set()
 
     def epoch_sequences(self, epoch: int = 0) -> int:
-        """How many sequences an epoch has (packing makes epochs differ by a few)."""
-        while len(self._sizes) <= epoch:
-            self._sizes.append(len(self._epoch(len(self._sizes))))
-        return self._sizes[epoch]
+        """How many sequences an epoch has (packing makes epochs differ by a few); waits for the whole sources."""
+        first, after = self._epoch_marks(epoch)
+        return after.position - first.position
+
+    def efficiency(self, epoch: int = 0) -> float:
+        """Which share of an epoch's sequences is no padding, were all of them `sequence_length` long."""
+        first, after = self._epoch_marks(epoch)
+        return (after.tokens - first.tokens) / max(1, (after.position - first.position) * self.sequence_length)
 
     def sequence(self, index: int) -> np.ndarray:
         """Documents of the sequence at an index of the first epoch (evaluation reads just that one)."""
-        return self._epoch(0)[index]
+        return self.sequences(index, 1)[0]
 
     def locate(self, position: int) -> tuple[int, int]:
         """Epoch and index within it of the sequence at a global position."""
-        epoch = 0
-        while position >= (size := self.epoch_sequences(epoch)):
-            position -= size
-            epoch += 1
-        return epoch, position
+        epoch = self._marks[self._window_of(position)].epoch
+        return epoch, position - self._marks[self._epochs[epoch]].position
 
     def sequences(self, position: int, count: int) -> list[np.ndarray]:
-        """`count` sequences from a global position on, across epochs, each as indices of documents."""
-        epoch, index = self.locate(position)
+        """`count` sequences from a global position on, across epochs, each as documents."""
         found: list[np.ndarray] = []
         while len(found) < count:
-            if index == self.epoch_sequences(epoch):
-                epoch, index = epoch + 1, 0
-            found.append(self._epoch(epoch)[index])
-            index += 1
+            number = self._window_of(position + len(found))
+            packed, offset = self._window(number), position + len(found) - self._marks[number].position
+            found += [packed[i] for i in range(offset, min(len(packed), offset + count - len(found)))]
         return found
+
+    def document(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a document of a sequence, and which of them are learned."""
+        return self.sources[place["source"]].store.document(int(place["chunk"]), int(place["index"]))
 
     def step(self, position: int, batch_size: int, micro: int, rank: int, ranks: int) -> StepBatch:
         """The share of `rank` of the batch that begins at a global position."""
-        epoch, index = self.locate(position + batch_size)  # where the step leaves off
         sequences = self.sequences(position, batch_size)
-        supervised = sum(int(self._supervised[s].sum()) for s in sequences)
-        tokens = sum(int(self._lengths[s].sum()) for s in sequences)
+        documents = np.concatenate(sequences)
+        by_source = np.bincount(documents["source"], weights=documents["supervised"], minlength=len(self.sources))
         mine = [self.collate(sequences[i : i + micro]) for i in range(rank * micro, batch_size, micro * ranks)]
-        return StepBatch(mine, supervised, tokens, epoch + index / self.epoch_sequences(epoch))
+        return StepBatch(
+            mine,
+            int(documents["supervised"].sum()),
+            int(documents["length"].sum()),
+            self._progress(position + batch_size),
+            tuple(int(n) for n in by_source),
+        )
 
     def collate(self, sequences: list[np.ndarray]) -> MicroBatch:
         """Lays sequences of documents out as rows, padded to the longest row of this micro-batch."""
-        width = max(int(self._lengths[s].sum()) for s in sequences)
+        width = max(int(s["length"].sum()) for s in sequences)
         shape = (len(sequences), width)
-        ids = np.full(shape, self.pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE, dtype=np.int64)
-        positions = np.zeros(shape, dtype=np.int64)
+        marked = np.full(shape, self.pad_id, dtype=np.uint32)
         real = np.zeros(shape, dtype=np.int64)
+        positions = np.broadcast_to(np.arange(width), shape).copy()
+        sources = np.zeros(shape, dtype=np.int64)
+        stores = [s.store for s in self.sources]
         for row, documents in enumerate(sequences):
-            at = 0
-            for document in documents:
-                start, stop = int(self.corpus.starts[document]), int(self.corpus.starts[document + 1])
-                end = at + stop - start
-                tokens, learned = self.corpus.tokens[start:stop], self.corpus.learned[start:stop]
-                ids[row, at:end] = tokens
-                labels[row, at : end - 1] = np.where(learned[1:], tokens[1:], IGNORE)
-                positions[row, at:end] = np.arange(stop - start)
-                real[row, at:end] = 1
-                at = end
+            ends = np.cumsum(documents["length"])
+            begins, filled = ends - documents["length"], int(ends[-1])
+            places = zip(*(documents[n].tolist() for n in ("source", "chunk", "index")), begins, ends, strict=True)
+            for source, chunk, index, begin, end in places:
+                marked[row, begin:end] = stores[source].marked(chunk, index)
+            positions[row, :filled] -= np.repeat(begins, documents["length"])
             # Padding is one more document: its positions restart, so nothing real sees it and it sees nothing real.
-            positions[row, at:] = np.arange(width - at)
+            positions[row, filled:] -= filled
+            sources[row, :filled] = np.repeat(documents["source"], documents["length"])
+            real[row, :filled] = 1
+        ids = (marked & ~LEARNED).astype(np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        # The first token of a document is never learned (write_chunk sees to it), so no label crosses into the next.
+        labels[:, :-1] = np.where(marked[:, 1:] >= LEARNED, ids[:, 1:], IGNORE)
+        several = len(self.sources) > 1
         return MicroBatch(
             input_ids=torch.from_numpy(ids),
             labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(positions) if self.packing else None,
             attention_mask=None if self.packing else torch.from_numpy(real),
+            sources=torch.from_numpy(sources) if several else None,
+            source_count=len(self.sources),
         )
+
+    def _epoch_marks(self, epoch: int) -> tuple[_Mark, _Mark]:
+        """Where an epoch begins and where the next does."""
+        while len(self._epochs) <= epoch + 1:
+            self._advance()
+        return self._marks[self._epochs[epoch]], self._marks[self._epochs[epoch + 1]]
+
+    def _window_of(self, position: int) -> int:
+        """The number, in the run, of the window in which a sequence lies; packs as many windows as that takes."""
+        while self._marks[-1].position <= position:
+            self._advance()
+        return bisect_right(self._marks, position, key=lambda mark: mark.position) - 1
+
+    def _advance(self) -> None:
+        """Packs the next window of the run, and so finds where the one after it begins."""
+        number, mark = len(self._marks) - 1, self._marks[-1]
+        packed, taken, carry, ended = self._pack(mark)
+        self._keep(number, packed)
+        tokens = mark.tokens + int(packed.documents["length"].sum())
+        position, documents = mark.position + len(packed), mark.documents + len(packed.documents)
+        if not ended:
+            self._marks.append(_Mark(mark.epoch, mark.window + 1, position, taken, carry, documents, tokens))
+            return
+        if not position and self._mixture.documents(0) < 1:
+            names = ", ".join(self.names)
+            problem = "there is not one document for an epoch of the run"
+            raise UserError("data.train", names, problem, "check the files, data.refine and the sources' epochs")
+        self._marks.append(_Mark(mark.epoch + 1, 0, position, self._mixture.start, carry, 0, tokens))
+        self._epochs.append(len(self._marks) - 1)
+
+    def _window(self, number: int) -> Packed:
+        """A window whose beginning is known."""
+        if number not in self._packed:
+            self._keep(number, self._pack(self._marks[number])[0])
+        return self._packed[number]
+
+    def _keep(self, number: int, packed: Packed) -> None:
+        self._packed[number] = packed
+        while len(self._packed) > KEPT:
+            self._packed.popitem(last=False)
+
+    def _pack(self, mark: _Mark) -> tuple[Packed, tuple[int, ...], np.ndarray, bool]:
+        documents, taken, ended = self._mixture.window(mark.epoch, mark.taken)
+        rng = sequence_order(self.seed, mark.epoch, mark.window)
+        together = np.concatenate([mark.carry, documents])
+        packed, carry = pack(together, self.sequence_length, self.packing, rng, last=ended)
+        return packed, taken, carry, ended
+
+    def _progress(self, position: int) -> float:
+        """How many epochs have been seen; told by documents, and expected ones where a source is not complete yet."""
+        number = bisect_right(self._marks, position, key=lambda mark: mark.position) - 1
+        mark = self._marks[number]
+        documents = float(mark.documents)
+        if number + 1 < len(self._marks):
+            packed = self._window(number)
+            documents += len(packed.documents) * (position - mark.position) / len(packed)
+        whole = self._mixture.documents(mark.epoch)
+        return mark.epoch + (min(1.0, documents / whole) if whole else 0.0)

@@ -1,36 +1,92 @@
-"""Puts documents together into sequences: best fit, so that little is padding; same result for a seed on any rank."""
+"""Puts documents together into sequences: best fit, longest first, so that little is padding.
+
+A window of 65,536 documents takes about 80 ms: the rooms that sequences have left are bits of integers, so the best
+room for a document is the lowest bit from its length on.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 import numpy as np
 
+BLOCK = 512  # rooms per integer
 
-def pack(lengths: np.ndarray, capacity: int, seed: int, epoch: int, packing: bool) -> list[np.ndarray]:
-    """The sequences of one epoch, each as indices of documents; shuffled by (seed, epoch)."""
-    rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(lengths))
-    if not packing:
-        return [np.array([i]) for i in order]
-    bins = _best_fit(lengths, order, capacity)
-    return [np.array(bins[i]) for i in rng.permutation(len(bins))]
+# A document by source, chunk and place in the chunk, with what is needed to lay it out.
+DOCUMENT = np.dtype(
+    [("source", np.int32), ("chunk", np.int32), ("index", np.int32), ("length", np.int32), ("supervised", np.int32)]
+)
 
 
-def _best_fit(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[list[int]]:
-    """Each document goes where it leaves the least room; longest first, ties in shuffled order."""
-    bins: list[list[int]] = []
-    open_bins: list[tuple[int, int]] = []  # (room left, bin), sorted by room
-    for document in order[np.argsort(-lengths[order], kind="stable")]:
-        length = int(lengths[document])
-        at = bisect_left(open_bins, (length, -1))
-        if at == len(open_bins):
-            bins.append([int(document)])
-            room, number = capacity - length, len(bins) - 1
+@dataclass(frozen=True)
+class Packed:
+    """Sequences one after the other: sequence i is documents[bounds[i] : bounds[i + 1]]."""
+
+    documents: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.documents[self.bounds[index] : self.bounds[index + 1]]
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The sequence of each document: where it leaves the least room; longest first, ties in the order given."""
+    order = np.argsort(-lengths, kind="stable")
+    ordered = lengths[order].tolist()
+    smallest = ordered[-1] if ordered else 0
+    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by room left
+    open_rooms = [0] * (capacity // BLOCK + 1)  # bit r % BLOCK of word r // BLOCK is set where a sequence has room r
+    open_blocks = 0  # bit b is set where word b is not zero: two levels, for integers of 131,072 bits are slow
+    chosen, count = [], 0
+    for length in ordered:
+        block, low = divmod(length, BLOCK)
+        fitting = open_rooms[block] >> low
+        room = length
+        if not fitting and (further := open_blocks >> (block + 1)):
+            block += (further & -further).bit_length()
+            fitting, room = open_rooms[block], block * BLOCK
+        if fitting:
+            room += (fitting & -fitting).bit_length() - 1
+            sequence = waiting[room].pop()
+            if not waiting[room]:
+                open_rooms[block] ^= 1 << room % BLOCK
+                if not open_rooms[block]:
+                    open_blocks ^= 1 << block
         else:
-            room, number = open_bins.pop(at)
-            bins[number].append(int(document))
-            room -= length
-        if room > 0:
-            insort(open_bins, (room, number))
-    return bins
+            room, sequence = capacity, count
+            count += 1
+        chosen.append(sequence)
+        left = room - length
+        if left >= smallest:  # else nothing more will fit
+            waiting[left].append(sequence)
+            open_rooms[left // BLOCK] |= 1 << left % BLOCK
+            open_blocks |= 1 << left // BLOCK
+    result = np.empty(len(lengths), dtype=np.int64)
+    result[order] = chosen
+    return result
+
+
+def pack(
+    documents: np.ndarray, capacity: int, packing: bool, rng: np.random.Generator, last: bool
+) -> tuple[Packed, np.ndarray]:
+    """The sequences of a window of documents, shuffled, and the documents to be carried into the next window.
+
+    Of a best fit at most one sequence is less than half full, for what is in a second would have fitted into the
+    first. That one waits for the next window, unless this is the last.
+    """
+    documents = documents[rng.permutation(len(documents))]
+    if not packing:
+        return Packed(documents, np.arange(len(documents) + 1)), documents[:0]
+    sequence = best_fit(documents["length"], capacity)
+    filled = np.bincount(sequence, weights=documents["length"])
+    carry = documents[:0]
+    if not last and len(filled) and 2 * filled.min() < capacity:
+        waits = sequence == filled.argmin()
+        carry, documents, sequence = documents[waits], documents[~waits], sequence[~waits]
+    place = rng.permutation(len(filled))[sequence]
+    by_place = np.argsort(place, kind="stable")
+    sizes = np.bincount(place, minlength=len(filled))
+    return Packed(documents[by_place], np.concatenate([[0], np.cumsum(sizes[sizes > 0])])), carry

@@ -16,6 +16,7 @@ from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import check_output, check_room, resolve_machine, resolve_model, resolve_steps, world_size
 from shardwise.config.schema import Run
 from shardwise.data.loader import Loader
+from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import Prepared, check_vocabulary, prepare_data
 from shardwise.models.source import ModelSource, converted_folder, find_model
 
@@ -51,14 +52,27 @@ class Job:
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data
-        return Loader(self.data.train, data.sequence_length, data.packing, self.run.train.seed, self.pad_id)
+        return self._loader(
+            [
+                SourceStream(name, store, bill.rows, source.weight, source.epochs)
+                for name, store, bill, source in zip(
+                    source_names(data.train), self.data.train_stores, self.data.bills, data.train, strict=True
+                )
+            ],
+            data.temperature,
+        )
 
     def eval_loader(self) -> Loader | None:
         """The held-out sequences, if any."""
-        data = self.run.data
         if self.data.eval is None:
             return None
-        return Loader(self.data.eval, data.sequence_length, data.packing, self.run.train.seed, self.pad_id)
+        data = self.run.data
+        names = source_names(data.train if isinstance(data.eval, float) else data.eval)
+        return self._loader([SourceStream(n, s) for n, s in zip(names, self.data.eval_stores, strict=True)])
+
+    def _loader(self, sources: list[SourceStream], temperature: float = 1.0) -> Loader:
+        data, seed = self.run.data, self.run.train.seed
+        return Loader(sources, data.sequence_length, data.packing, data.packing_window, seed, self.pad_id, temperature)
 
 
 def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) -> Job:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.hf import export_checkpoint
 from shardwise.checkpoint.store import step_folder
+from shardwise.data.ahead import Ahead
 from shardwise.data.loader import IGNORE, StepBatch
 from shardwise.errors import RunFailed
 from shardwise.observe.breakdown import breakdown_line
@@ -24,7 +25,7 @@ from shardwise.observe.progress import Progress
 from shardwise.observe.tables import Tables
 from shardwise.optim.schedules import set_rates
 from shardwise.train.control import Control
-from shardwise.train.meter import not_finite
+from shardwise.train.meter import not_finite, told_by_source
 from shardwise.train.objective import fast_attention
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
@@ -53,7 +54,11 @@ def fit(parts: Parts) -> Outcome:
     control = Control(
         world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None
     )
-    with control, report:
+    batches = Ahead(
+        parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.rank, world.size,
+        end=position.sequences + (total - position.step) * run.train.batch_size,
+    )  # fmt: skip
+    with control, report, batches:
         if position.step >= total and not step_folder(parts.store.root, position.step).is_dir():
             save(parts)  # it was finished in another output folder
         while position.step < total and not stop:
@@ -63,9 +68,7 @@ def fit(parts: Parts) -> Outcome:
             parts.status.set("computing", step + 1)
             seed_step(run.train.seed, step, world.rank)
             with parts.timer.region("data"):
-                batch = parts.loader.step(
-                    position.sequences, run.train.batch_size, int(run.train.micro_batch_size), world.rank, world.size
-                )
+                batch = batches.step(position.sequences)
             rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
@@ -92,8 +95,9 @@ def fit(parts: Parts) -> Outcome:
             if evaluating:
                 parts.status.set("evaluating")
                 with parts.meter.paused():
-                    eval_loss = evaluate(parts)
-                report.evaluated(position.step, eval_loss)
+                    held_out = evaluate(parts)
+                eval_loss = held_out.loss
+                report.evaluated(position.step, held_out)
                 if position.best_loss is None or eval_loss < position.best_loss:
                     position.best_loss, position.best_step = eval_loss, position.step
                     saving = True
@@ -112,42 +116,56 @@ def fit(parts: Parts) -> Outcome:
 
 
 def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
-    """Forward and backward over the micro-batches; returns the summed loss of this rank, on the device.
+    """Forward and backward over the micro-batches; returns this rank's summed loss (and by source), on the device.
 
     The gradient is that of (sum of losses over all ranks) / (learned tokens of the whole step): every token counts the
     same, whatever micro-batch or rank it fell into. FSDP averages over ranks, hence the factor of their number.
     """
     scale = parts.sharded.data_parallel_size / max(1, batch.supervised)
-    summed = torch.zeros((), device=parts.world.device)
+    summed = torch.zeros(1, device=parts.world.device)
     for index, micro in enumerate(batch.micro_batches):
         parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
         with fast_attention(parts.world.device):
             with parts.timer.region("forward"):
                 loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
             with parts.timer.region("backward"):
-                parts.scaler.scale(loss * scale).backward()
-        summed += loss.detach()
+                parts.scaler.scale(loss.total * scale).backward()
+        summed = summed + loss.sums()
     return summed
 
 
-def evaluate(parts: Parts) -> float:
-    """Mean loss per learned token over the held-out sequences, the same on every rank."""
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss per learned token, and what the record tells of each source."""
+
+    loss: float
+    by_source: dict[str, Any]
+
+
+def evaluate(parts: Parts) -> Evaluation:
+    """The loss over the held-out sequences, the same on every rank."""
     loader, world = parts.eval_loader, parts.world
     assert loader is not None
     sequences, micro = loader.epoch_sequences(), int(parts.job.run.train.micro_batch_size)
-    sums = torch.zeros(2, dtype=torch.float64)
+    count = len(loader.sources)
+    sums = torch.zeros(2, 1 + count, dtype=torch.float64)  # losses and learned tokens: in all, then by source
     with parts.sharded.evaluation():
         for first in range(0, sequences, micro * world.size):
             mine = range(first + world.rank * micro, min(first + (world.rank + 1) * micro, sequences))
             # A rank without a sequence still takes part (the forward is collective) but counts nothing.
             batch = loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(world.device)
             if len(mine):
-                learned = int((batch.labels != IGNORE).sum())
-                sums += torch.tensor([float(parts.objective(parts.sharded.model, batch)), learned])
+                loss = parts.objective(parts.sharded.model, batch)
+                source = torch.zeros_like(batch.labels) if batch.sources is None else batch.sources
+                learned = torch.bincount(source[batch.labels != IGNORE], minlength=count)
+                sums[0] += torch.cat([loss.total.detach()[None], loss.by_source]).cpu()
+                sums[1] += torch.cat([learned.sum()[None], learned]).cpu()
             else:
                 parts.objective(parts.sharded.model, batch)
     dist.all_reduce(sums, group=world.control)
-    return float(sums[0] / sums[1].clamp(min=1))
+    (total, *losses), (learned_tokens, *counts) = sums.tolist()
+    told = told_by_source(loader.names, losses, [int(n) for n in counts])
+    return Evaluation(total / max(learned_tokens, 1), told)
 
 
 def save(parts: Parts) -> None:
@@ -233,10 +251,11 @@ class Report:
                 self._told_at = time.monotonic()
                 self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, held_out: Evaluation) -> None:
         """A new evaluation."""
         if self._active:
-            perplexity = math.exp(min(loss, 50))
+            loss, perplexity = held_out.loss, math.exp(min(held_out.loss, 50))
             record = {"kind": "eval", "step": step, "loss": loss, "perplexity": perplexity, "time": time.time()}
+            record |= held_out.by_source
             self._file.append(record)
             self._progress.evaluated(record)

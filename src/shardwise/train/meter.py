@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ class _Pending:
     supervised: int
     tokens: int
     epoch: float
+    by_source: tuple[int, ...]
 
 
 class Meter:
@@ -41,6 +42,7 @@ class Meter:
         seconds: float,
         flops_per_token: float,
         peak: float | None,
+        sources: Sequence[str] = (),
     ) -> None:
         self._group, self._device, self._total = group, device, total
         self._pending: list[_Pending] = []
@@ -48,12 +50,14 @@ class Meter:
         self._last = self._started
         self._away = 0.0
         self._first_step: int | None = None
-        self._flops_per_token, self._peak = flops_per_token, peak
+        self._flops_per_token, self._peak, self._sources = flops_per_token, peak, tuple(sources)
 
     def add(self, step: int, rate: float, loss: torch.Tensor, norm: torch.Tensor, batch: Any) -> None:
-        """Notes a finished step; no waiting."""
+        """Notes a finished step, its loss as the objective sums it (in all, then by source); no waiting."""
         self._first_step = step if self._first_step is None else self._first_step
-        self._pending.append(_Pending(step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch))
+        self._pending.append(
+            _Pending(step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch, batch.by_source)
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -73,7 +77,7 @@ class Meter:
         """Records of the steps since the last flush, the same on every rank."""
         if not self._pending:
             return []
-        losses = torch.stack([p.loss.float() for p in self._pending]).cpu()
+        losses = torch.stack([p.loss.float().flatten() for p in self._pending]).cpu()
         norms = torch.stack([p.norm.float() for p in self._pending]).cpu()
         dist.all_reduce(losses, group=self._group)
         now = time.monotonic()
@@ -83,7 +87,7 @@ class Meter:
         memory = device_memory(self._device, self._group)
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         records = []
-        for entry, loss, norm in zip(self._pending, losses.tolist(), norms.tolist(), strict=True):
+        for entry, (loss, *parts), norm in zip(self._pending, losses.tolist(), norms.tolist(), strict=True):
             records.append(
                 {
                     "kind": "train",
@@ -101,9 +105,18 @@ class Meter:
                     "eta_seconds": round(per_step * (self._total - entry.step - 1), 1),
                 }
                 | memory
+                | told_by_source(self._sources, parts, entry.by_source)
             )
         self._pending = []
         return records
+
+
+def told_by_source(names: Sequence[str], sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
+    """Loss and learned tokens of each source that has any, for a record; nothing where there is but one source."""
+    if len(names) < 2:
+        return {}
+    there = [(n, s, c) for n, s, c in zip(names, sums, counts, strict=True) if c]
+    return {"losses": {n: s / c for n, s, c in there}, "supervised_by_source": {n: c for n, _, c in there}}
 
 
 def memory_now(device: torch.device) -> int:

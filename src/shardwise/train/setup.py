@@ -149,15 +149,16 @@ def build_parts(
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
-    meter = _meter(job, world, model, position)
+    loader = job.loader()
+    meter = _meter(job, world, model, position, loader.names)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
-        job, world, sharded, CausalObjective(model), optimizer, scaler, update, job.loader(), job.eval_loader(), store,
+        job, world, sharded, CausalObjective(model), optimizer, scaler, update, loader, job.eval_loader(), store,
         position, meter, status, timer,
     )  # fmt: skip
 
 
-def _meter(job: Job, world: World, model: Any, position: Position) -> Meter:
+def _meter(job: Job, world: World, model: Any, position: Position, sources: list[str]) -> Meter:
     config = model.config.get_text_config()
     tied = (
         model.get_output_embeddings() is not None
@@ -171,4 +172,4 @@ def _meter(job: Job, world: World, model: Any, position: Position) -> Meter:
     peak = peak_flops(name, job.run.precision) if name else None
     assert job.run.train.steps is not None
     total_peak = peak * world.size if peak else None
-    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak)
+    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak, sources)

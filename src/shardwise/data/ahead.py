@@ -1,0 +1,59 @@
+"""Lays the next step's batch out while the device computes this one's, so that the device does not wait for data.
+
+One thread, one step ahead: batches are a pure function of the position, so nothing changes but the time they take.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.data.loader import Loader, StepBatch
+from shardwise.data.mixing import Stopped
+
+
+class Ahead:
+    """Steps of a loader from any position on, the next one made ready in the background until `end`."""
+
+    def __init__(self, loader: Loader, batch_size: int, micro: int, rank: int, ranks: int, end: int) -> None:
+        self._loader, self._batch_size, self._end = loader, batch_size, end
+        self._step: Callable[[int], StepBatch] = lambda at: loader.step(at, batch_size, micro, rank, ranks)
+        self._thread: threading.Thread | None = None
+        self._position = -1
+        self._made: StepBatch | BaseException | None = None
+
+    def step(self, position: int) -> StepBatch:
+        """This rank's share of the batch at a position; starts on the one after it."""
+        made = self._take()
+        batch = made if self._position == position and made is not None else self._step(position)
+        if isinstance(batch, BaseException):
+            raise batch
+        following = position + self._batch_size
+        if following < self._end:
+            self._position = following
+            # A daemon: a process that must leave at once does not wait for it.
+            self._thread = threading.Thread(target=self._make, args=(following,), name="next batch", daemon=True)
+            self._thread.start()
+        return batch
+
+    def _take(self) -> StepBatch | BaseException | None:
+        if self._thread is not None:
+            self._thread.join()
+        made, self._thread, self._made = self._made, None, None
+        return made
+
+    def _make(self, position: int) -> None:
+        try:
+            self._made = self._step(position)
+        except Stopped:
+            pass
+        except BaseException as error:  # raised where the batch is asked for
+            self._made = error
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loader.close()
+        self._take()
