@@ -67,7 +67,7 @@ class Pieces:
         self._bytes = _byte_alphabet() if "ByteLevel" in _types(around) else None
         self._blank = "▁" if "▁" in json.dumps(around, ensure_ascii=False) else None
         self._fallback = bool((values.get("model") or {}).get("byte_fallback"))
-        self._special = {int(i): t.content for i, t in tokenizer.added_tokens_decoder.items()}
+        self._special = {int(i): str(t.content) for i, t in tokenizer.added_tokens_decoder.items()}
         self._shown = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self._shown |= set(tokenizer.all_special_ids)
 
