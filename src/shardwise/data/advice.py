@@ -98,7 +98,7 @@ def _left_out(source: SourceBill) -> list[Notice]:
     if lost / rows > MOST_LOST:
         parts = ", ".join(f"{source.fates[fate]:,} {fate}" for fate in LOST if source.fates.get(fate))
         text = f"{_percent(lost / rows)} of its rows do not go in whole ({parts})"
-        found.append(Notice("left out", source.name, f"{text}; see the rows below, data.over_length and on_bad_row"))
+        found.append(Notice("left out", source.name, f"{text}; look at those that are listed"))
     if repeats / rows > MOST_REPEATS:
         text = f"{_percent(repeats / rows)} of its rows repeat others ({repeats:,} of {source.rows:,}) and are left out"
         found.append(Notice("duplicates", source.name, f"{text}; look at how the file was made"))

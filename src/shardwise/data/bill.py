@@ -22,6 +22,7 @@ VERSION = 1  # of the JSON; raised when a key changes its meaning or goes
 # Every length up to 16, then 8 bins per power of two, up to 2^31.
 LENGTH_EDGES = (*range(16), *((8 + part) << power for power in range(1, 28) for part in range(8)))
 LOST = ("skipped", "dropped", "truncated", "refused", "no supervised token")  # fates that nobody asked for
+PARTLY = ("truncated", "split")  # fates of rows that are learned all the same
 REPEATS = ("duplicate", "near duplicate")
 CHAT = ("chat", "sharegpt", "alpaca", "prompt", "preference", "kto")  # formats in which a part is an answer
 
@@ -105,6 +106,11 @@ class SourceBill:
     def learned_share(self) -> float:
         return self.supervised / self.tokens if self.tokens else 0.0
 
+    @property
+    def left_out(self) -> int:
+        """Rows of which nothing goes in."""
+        return sum(count for fate, count in self.fates.items() if fate not in PARTLY)
+
     def lost(self, fates: Iterable[str]) -> int:
         """Rows with any of these fates."""
         return sum(self.fates.get(fate, 0) for fate in fates)
@@ -124,7 +130,8 @@ class SourceBill:
         values = asdict(self)
         values["lengths"] = [[*bin_range(index), count] for index, count in enumerate(self.lengths) if count]
         values["percentiles"] = {f"{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)}
-        values["learned_share"], values["tokens_per_second"] = self.learned_share, self.tokens_per_second
+        for key in ("learned_share", "left_out", "tokens_per_second"):
+            values[key] = getattr(self, key)
         return values
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.data.advice import Notice
 from shardwise.data.bill import Bill, SourceBill, coarse, read_fates
 from shardwise.data.preview import Pieces, Sample, describe, shortened, shown
-from shardwise.data.show import SourceTotals
+from shardwise.data.show import SourceTotals, clipped
 from shardwise.data.visible import one_line, several_lines
 from shardwise.errors import UserError
 
@@ -75,7 +75,7 @@ def _tiles(bill: Bill) -> str:
     tiles = [
         ("Rows", f"{total.rows:,}", f"{len(bill.train)} source{'s' if len(bill.train) > 1 else ''}"),
         ("Tokens", f"{total.tokens:,}", f"{total.documents:,} documents"),
-        ("Learned", f"{total.learned:.1%}", f"{total.supervised:,} tokens"),
+        ("Learned", f"{total.learned_share:.1%}", f"{total.supervised:,} tokens"),
         ("Sequences", f"{bill.packing.sequences:,}", f"of {bill.sequence_length:,} tokens"),
     ]
     if bill.packing.on:
@@ -106,11 +106,12 @@ def _table(title: str, sources: Sequence[SourceBill], mixture: bool) -> str:
         speed = source.tokens_per_second
         cells = [f"{source.rows:,}", *([f"{source.held_out:,}"] if held else []), f"{source.documents:,}"]
         cells += [f"{source.tokens:,}", f"{source.learned_share:.1%}", *([f"{source.share:.1%}"] if mixture else [])]
-        cells += [f"{sum(source.fates.values()):,}", f"{source.percentile(0.5):,}", f"{source.percentile(0.99):,}"]
+        cells += [f"{source.left_out:,}", f"{source.percentile(0.5):,}", f"{source.percentile(0.99):,}"]
         cells += [f"{source.longest or source.percentile(1.0):,}"]
         cells += ["cached" if source.cached else f"{speed:,.0f}" if speed else "–"]
+        labelled = [f'<td data-label="{head}">{cell}</td>' for head, cell in zip(heads, cells, strict=True)]
         name = f'<th scope="row"><bdi>{_text(source.name)}</bdi></th>'
-        body.append(f"<tr>{name}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        body.append(f"<tr>{name}{''.join(labelled)}</tr>")
     head = "".join(f'<th scope="col">{name}</th>' for name in ["source", *heads])
     about = "".join(
         f"<dt><bdi>{_text(s.name)}</bdi></dt><dd>{_text(s.format)}{': ' if s.reason else ''}{_text(s.reason)}"
@@ -126,7 +127,7 @@ def _mixture(sources: Sequence[SourceBill]) -> str:
         return ""
     rows = []
     for source in sources:
-        passes = f"{source.passes:.3g} passes in an epoch"
+        passes = f"each row {source.passes:.3g} × in an epoch"
         asked = f"epochs {source.epochs:g}" if source.epochs is not None else f"weight {source.weight:g}"
         width = max(0.4, min(100.0, source.share * 100))
         rows.append(
@@ -141,7 +142,7 @@ def _lengths(source: SourceBill, limit: int) -> str:
     bars = coarse(source.lengths, _BARS)
     if not bars:
         return ""
-    width, height, bottom = 440, 150, 126
+    width, height, bottom = 320, 130, 108
     step, most = width / len(bars), max(count for *_, count in bars)
     parts = []
     for index, (low, high, count) in enumerate(bars):
@@ -151,8 +152,9 @@ def _lengths(source: SourceBill, limit: int) -> str:
         label = f"{low:,} to {high:,} tokens: {count:,} rows"
         box = f'x="{index * step + 1:.1f}" y="{bottom - tall:.1f}" width="{max(1, step - 2):.1f}" height="{tall:.1f}"'
         parts.append(f'<rect class="{kind}" {box}><title>{label}</title></rect>')
+    longest = source.longest or source.percentile(1.0)
     place = next((index for index, (_, high, _) in enumerate(bars) if high > limit), None)
-    if place is not None and bars[0][0] <= limit:
+    if place is not None and bars[0][0] <= limit < longest:
         low, high, _ = bars[place]
         x = (place + (limit - low + 1) / (high - low + 1)) * step
         x = min(max(x, 0), width)
@@ -160,7 +162,6 @@ def _lengths(source: SourceBill, limit: int) -> str:
         parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"></line>')
         parts.append(f'<text class="tick" x="{x + shift:.1f}" y="12" text-anchor="{anchor}">{limit:,}</text>')
     parts.append(f'<line class="axis" x1="0" x2="{width}" y1="{bottom}" y2="{bottom}"></line>')
-    longest = source.longest or source.percentile(1.0)
     ends = ((0, "start", bars[0][0]), (width / 2, "middle", bars[len(bars) // 2][0]), (width, "end", longest))
     for x, anchor, value in ends if len(bars) > 4 else (ends[0], ends[2]):
         parts.append(f'<text class="tick" x="{x}" y="{height - 8}" text-anchor="{anchor}">{value:,}</text>')
@@ -191,7 +192,7 @@ def _fates(sources: Iterable[SourceBill]) -> str:
             if not count:
                 continue
             listed = "".join(
-                f"<li><bdi>{_text(where)}</bdi>{' – ' if reason else ''}{_text(reason)}</li>"
+                f"<li><bdi>{_text(where)}</bdi>{' – ' if reason else ''}{escape(clipped(one_line(reason)))}</li>"
                 for where, reason in rows.get(fate, [])
             )
             more = count - len(rows.get(fate, []))
@@ -221,7 +222,7 @@ def _samples(samples: Sequence[Sample], pieces: Pieces) -> str:
     legend = (
         '<p class="legend"><span class="l">learned</span> <span class="m">not learned</span> '
         '<span class="s">&lt;special&gt;</span> <span class="l s">&lt;special, learned&gt;</span> '
-        '<span class="k">⏎ newline · ⇥ tab · · space at the end of a line</span></p>'
+        '<span class="k">⏎ newline, ⇥ tab, · space at the end of a line</span></p>'
     )
     return f'<section class="card"><h2>What the model sees</h2>{legend}{"".join(parts)}</section>'
 
@@ -270,15 +271,15 @@ small, .muted, .subtitle { color:var(--muted) }
 .notices li { padding:9px 14px; margin-bottom:6px; border-radius:8px; border-left:4px solid; overflow-wrap:anywhere;
   white-space:pre-line }
 .notices b { margin-right:4px } .notices i { font-style:normal; font-weight:600 }
-.warning { background:var(--warnbg); border-color:var(--warn) } .warning b { color:var(--warn) }
-.error { background:var(--badbg); border-color:var(--bad) } .error b { color:var(--bad) }
+.notices .warning { background:var(--warnbg); border-color:var(--warn) } .warning b { color:var(--warn) }
+.notices .error { background:var(--badbg); border-color:var(--bad) } .error b { color:var(--bad) }
 .scroll { overflow-x:auto }
 table { border-collapse:collapse; font-size:13.5px; font-variant-numeric:tabular-nums; width:100% }
 th, td { text-align:right; padding:5px 0 5px 16px; border-bottom:1px solid var(--grid); white-space:nowrap }
 th:first-child { text-align:left; padding-left:0; white-space:normal; min-width:8em; max-width:18em;
   overflow-wrap:anywhere }
 thead th { color:var(--muted); font-weight:500 } tbody th { font-weight:600 }
-dl { margin:10px 0 0; font-size:13.5px; display:grid; grid-template-columns:minmax(0,max-content) minmax(0,1fr);
+dl { margin:10px 0 0; font-size:13.5px; display:grid; grid-template-columns:minmax(0,14em) minmax(0,1fr);
   gap:4px 14px } dt { font-weight:600; overflow-wrap:anywhere } dd { margin:0; overflow-wrap:anywhere }
 .path { display:block; color:var(--muted); font-size:12.5px }
 .mix { display:grid; grid-template-columns:minmax(0,12em) minmax(60px,1fr) 4em minmax(0,15em); gap:4px 12px;
@@ -297,7 +298,8 @@ ol { font-size:13px; margin:6px 0; padding-left:3em; max-height:22em; overflow:a
 article { margin:0 0 14px } .head { margin:0 0 4px; font-size:13.5px; overflow-wrap:anywhere }
 pre { margin:0; padding:10px 12px; background:var(--page); border:1px solid var(--grid); border-radius:8px;
   font:13px/1.6 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
-  overflow-wrap:anywhere; unicode-bidi:plaintext; overflow:hidden }
+  overflow-wrap:anywhere; overflow:hidden }
+pre span { unicode-bidi:isolate } /* right-to-left text must not reorder the tokens around it */
 pre .m { color:var(--muted) }
 .l { background:var(--learned); border-bottom:2px solid var(--edge); color:var(--ink) }
 .s { color:var(--special) !important; font-weight:600 } .s:not(.l) { background:var(--specialbg) }
@@ -305,7 +307,12 @@ pre .m { color:var(--muted) }
 .legend { display:flex; flex-wrap:wrap; gap:4px 14px; font-size:13px; margin:0 0 10px }
 .legend .m { color:var(--muted) }
 @media (max-width:640px) { main { padding:18px 12px 32px } .mix { grid-template-columns:minmax(0,1fr) 4em }
-  .mix .bar, .mix small { grid-column:1 / -1 } dl { grid-template-columns:minmax(0,1fr) } dd { margin-bottom:4px } }
+  .mix .bar, .mix small { grid-column:1 / -1; order:1 }
+  dl { grid-template-columns:minmax(0,1fr) } dd { margin-bottom:4px }
+  thead { display:none } tbody, tr { display:block } tr { border-bottom:1px solid var(--grid); padding:6px 0 }
+  tbody th:first-child { display:block; max-width:none; border:0; padding:2px 0 }
+  td { display:flex; justify-content:space-between; border:0; padding:1px 0 }
+  td::before { content:attr(data-label); color:var(--muted) } }
 @media print { body { background:#fff } .card, .tile { break-inside:avoid } }
 </style>
 </head>

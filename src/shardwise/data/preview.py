@@ -247,7 +247,9 @@ class Preview:
             self._console.print()
             self._console.print(head, soft_wrap=wrap, highlight=False)
             body = self.text(sample)
-            self._console.print(body if wrap else Padding(body, (0, 0, 0, 2)), soft_wrap=wrap, highlight=False)
+            self._console.print(
+                body if wrap else Padding(body, (0, 0, 0, 2), expand=False), soft_wrap=wrap, highlight=False
+            )
 
     def text(self, sample: Sample) -> Text:
         """One example, styled."""

@@ -19,7 +19,9 @@ from shardwise.errors import UserError
 LISTED = 20  # rows named per source; the others are in the file
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _GAP = 2
-_LEAST_NAME = 10
+_LEAST_NAME, _MOST_NAME = 10, 40
+_FIRST = 3  # the ranks for which a long name is broken
+_MOST_REASON = 160
 
 
 @dataclass(frozen=True)
@@ -68,28 +70,27 @@ def print_problems(found: Sequence[UserError], console: Console) -> None:
 
 
 def _table(title: str, sources: list[SourceBill], width: int, mixture: bool) -> Table:
-    def column(title: str, rank: int, cells: list[str]) -> _Column:
-        return _Column(title, rank, cells)
-
-    total = SourceTotals(sources)
     several = len(sources) > 1
+    shares = [s.learned_share for s in sources] + ([SourceTotals(sources).learned_share] if several else [])
     names = [one_line(s.name) for s in sources] + (["all"] if several else [])
     columns = [
-        column("rows", 3, _counts([s.rows for s in sources], several)),
-        column("documents", 6, _counts([s.documents for s in sources], several)),
-        column("tokens", 1, _counts([s.tokens for s in sources], several)),
-        column("learned", 2, [_share(s.learned_share) for s in sources] + ([_share(total.learned)] if several else [])),
-        column("left out", 5, _counts([sum(s.fates.values()) for s in sources], several)),
-        column("median", 8, [f"{s.percentile(0.5):,}" for s in sources]),
-        column("99%", 7, [f"{s.percentile(0.99):,}" for s in sources]),
-        column("longest", 9, [f"{s.longest or s.percentile(1.0):,}" for s in sources]),
-        column("tokens/s", 10, ["cached" if s.cached else _rate(s.tokens_per_second) for s in sources]),
+        _Column("rows", 3, _counts([s.rows for s in sources], several)),
+        _Column("documents", 6, _counts([s.documents for s in sources], several)),
+        _Column("tokens", 1, _counts([s.tokens for s in sources], several)),
+        _Column("learned", 2, [_share(share) for share in shares]),
+        _Column("left out", 5, _counts([s.left_out for s in sources], several)),
+        _Column("median", 8, [f"{s.percentile(0.5):,}" for s in sources]),
+        _Column("99%", 7, [f"{s.percentile(0.99):,}" for s in sources]),
+        _Column("longest", 9, [f"{s.longest or s.percentile(1.0):,}" for s in sources]),
+        _Column("tokens/s", 10, ["cached" if s.cached else _rate(s.tokens_per_second) for s in sources]),
     ]
     if mixture and several:
-        columns.insert(4, column("mixture", 4, [_share(s.share) for s in sources]))
+        columns.insert(4, _Column("mixture", 4, [_share(s.share) for s in sources]))
     if any(s.held_out for s in sources):
-        columns.insert(2, column("held out", 11, _counts([s.held_out for s in sources], several)))
-    room = width - max(_LEAST_NAME, min(max(map(cell_len, names)), 40)) - _GAP
+        columns.insert(2, _Column("held out", 11, _counts([s.held_out for s in sources], several)))
+    first = sum(entry.width for entry in columns if entry.rank <= _FIRST)
+    wanted = min(max(map(cell_len, names)), _MOST_NAME, width - first - _GAP)
+    room = width - max(_LEAST_NAME, wanted) - _GAP
     kept: set[int] = set()
     for entry in sorted(columns, key=lambda c: c.rank):
         if entry.width > room:
@@ -115,7 +116,7 @@ class SourceTotals:
         self.documents = sum(s.documents for s in sources)
         self.tokens = sum(s.tokens for s in sources)
         self.supervised = sum(s.supervised for s in sources)
-        self.learned = self.supervised / self.tokens if self.tokens else 0.0
+        self.learned_share = self.supervised / self.tokens if self.tokens else 0.0
 
 
 def _counts(values: list[int], several: bool) -> list[str]:
@@ -186,7 +187,7 @@ def _print_fates(source: SourceBill, console: Console) -> None:
     for index, (fate, places) in enumerate(rows.items()):
         # Every fate gets its part of the room, so that one that is frequent does not hide the others.
         for where, reason in places[: max(1, left // (len(rows) - index))]:
-            why = f" ({one_line(reason)})" if reason else ""
+            why = f" ({clipped(one_line(reason))})" if reason else ""
             _print(console, f"  {one_line(fate)}: {one_line(where)}{why}")
             left, listed = left - 1, listed + 1
     more = sum(source.fates.values()) - listed
@@ -194,8 +195,13 @@ def _print_fates(source: SourceBill, console: Console) -> None:
     _print(console, f"  {begin} in {one_line(source.fates_file)}", "dim")
 
 
+def clipped(text: str, most: int = _MOST_REASON) -> str:
+    """A reason that quotes a row may be as long as the row."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def _print(console: Console, text: str, style: str = "") -> None:
     indent = len(text) - len(text.lstrip())
     line = Text(text.lstrip() if console.is_terminal else text, style=style, overflow="fold")
-    wrapped = Padding(line, (0, 0, 0, indent)) if console.is_terminal and indent else line
+    wrapped = Padding(line, (0, 0, 0, indent), expand=False) if console.is_terminal and indent else line
     console.print(wrapped, soft_wrap=not console.is_terminal, highlight=False)

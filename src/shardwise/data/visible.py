@@ -1,8 +1,8 @@
 """Makes text from data files fit to be shown: nothing in it can move the cursor, hide, or turn the line around.
 
 A data file may hold anything, and so may the names of files and the reasons that quote them. What would act on a
-terminal or a browser, or would not be seen, is replaced by a mark: ␛ for an escape, <U+202E> for an override of the
-direction of writing. What stays is letters, signs and spaces.
+terminal or a browser, or would not be seen, is replaced by a mark: <U+001B> for an escape, <U+202E> for an override of
+the direction of writing. What stays is letters, signs and spaces.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ class Marks:
     newline: str = "⏎"
     tab: str = "⇥   "
     space: str = "·"
-    pictures: bool = True  # ␀ and its kin
 
 
-UNICODE, ASCII = Marks(), Marks("\\n", "\\t  ", "_", pictures=False)
+UNICODE, ASCII = Marks(), Marks("\\n", "\\t  ", "_")
 
 
 def visible(text: str, trailing: set[int] | None = None, marks: Marks = UNICODE) -> list[tuple[str, bool]]:
@@ -79,6 +78,4 @@ def _mark(character: str, trailing: bool, marks: Marks) -> str | None:
     code = ord(character)
     if character in JOINERS or (32 <= code < 127) or unicodedata.category(character) not in _HIDDEN:
         return None
-    if marks.pictures and (code < 32 or code == 127):
-        return chr(0x2400 + code) if code < 32 else "␡"
     return f"<U+{code:04X}>"
