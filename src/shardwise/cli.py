@@ -110,6 +110,35 @@ def config(
 
 
 @app.command(epilog=_examples(
+    "shardwise data run.yaml",
+    "shardwise data run.yaml --rows 5 --html data.html   # a page to pass round",
+    "shardwise data run.yaml --row chat.jsonl:17   # one row, token by token",
+    "shardwise data run.yaml data.sequence_length=4096 data.over_length=drop --rows 0",
+    "shardwise data run.yaml --json | jq '.train[].learned_share'",
+))  # fmt: skip
+def data(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, help="Examples to show of each source, evenly spread.")] = 2,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE:LINE", help="Show this row instead; or SOURCE:NUMBER, or NUMBER. Can be repeated."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it as one page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the bill as JSON and nothing else.")] = False,
+) -> None:
+    """Show what a run would learn from: the bill of each source, what is left out, and real examples with their masks.
+
+    Nothing is trained. Leaves with 2 if the data would fail the run.
+    """
+    from shardwise.config.load import load_run
+    from shardwise.data.command import show_data
+
+    loaded = load_run(run_file, overrides or ())
+    raise typer.Exit(show_data(loaded.run, run_file.name, rows, row or [], html, as_json))
+
+
+@app.command(epilog=_examples(
     "shardwise export out/run my-model",
     "shardwise export out/run/checkpoints/step-00000200 my-model --dtype bf16 --shard-size 2GiB",
 ))  # fmt: skip

@@ -1,0 +1,156 @@
+"""Reads a bill as someone would who has seen many runs go wrong: what must not be trained on, and what looks odd.
+
+Each notice says what was counted, why it matters and what to do; the thresholds are below and tested one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.data.bill import CHAT, LOST, REPEATS, Bill, SourceBill
+from shardwise.errors import UserError
+
+LEAST_LEARNED, MOST_LEARNED = 0.02, 0.99
+MOST_LOST, MOST_REPEATS = 0.05, 0.20
+LEAST_FULL = 0.90
+LEAST_SHARE = 0.01
+FAR = 2  # times sequence_length
+FEW_EVAL = 20
+FEW_SEQUENCES = 8  # fewer: what the last one lacks shows in the mean
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that looks wrong: of which kind, in which source ("" = all), in words."""
+
+    kind: str
+    source: str
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For other tools."""
+        return asdict(self)
+
+
+def problems(bill: Bill) -> list[UserError]:
+    """What must fail the run before it starts: a source of which nothing would be learned."""
+    found = []
+    for kind, sources in (("train", bill.train), ("eval", bill.eval)):
+        for index, source in enumerate(sources):
+            if not source.supervised:
+                field = f"data.{kind}.{index}"
+                found.append(UserError(field, source.path, *_nothing_learned(source, bill)))
+    return found
+
+
+def _nothing_learned(source: SourceBill, bill: Bill) -> tuple[str, str]:
+    if not source.rows:
+        return "holds no rows", "check the file, or leave the source out"
+    problem = f"no token of its {source.rows:,} rows would be learned"
+    if source.fates:
+        fate, count = max(source.fates.items(), key=lambda item: item[1])
+        if count * 2 >= source.rows:
+            longest = source.longest or source.percentile(1.0)
+            remedies = {
+                "dropped": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+                "truncated": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+                "skipped": "mend the rows, or the format and fields of the source",
+                "filtered": "loosen data.refine.filter",
+                "contaminated": "take rows that are not in the eval sources",
+            }
+            remedy = remedies.get(fate, "check data.refine and the rows themselves")
+            return f"{problem}: {count:,} of them were left out ({fate})", remedy
+    if source.format in CHAT and bill.loss_on != "all":
+        return problem, "give the rows answers (role assistant), or set data.loss_on: all"
+    return problem, "check that the rows hold text, or leave the source out"
+
+
+def warnings(bill: Bill) -> list[Notice]:
+    """What looks wrong but may be meant."""
+    found: list[Notice] = []
+    for source in bill.sources:
+        if source.supervised:
+            found += _learned(source, bill) + _left_out(source) + _long(source, bill)
+    if len(bill.train) > 1:
+        found += [
+            Notice("share", s.name, f"is {_percent(s.share)} of the mixture, which will hardly be noticed; raise its "
+                                    "weight or epochs, or data.temperature")
+            for s in bill.train if s.supervised and s.share < LEAST_SHARE
+        ]  # fmt: skip
+    return found + _packing(bill) + _evaluation(bill)
+
+
+def _learned(source: SourceBill, bill: Bill) -> list[Notice]:
+    share, counted = source.learned_share, f"{source.supervised:,} of {source.tokens:,} tokens"
+    if share < LEAST_LEARNED:
+        text = f"only {_percent(share)} of its tokens are learned ({counted}): most of the computing goes into prompts"
+        return [Notice("learned", source.name, f"{text}; look at the preview for answers that are cut off or missing")]
+    if source.format in CHAT and bill.loss_on != "all" and share > MOST_LEARNED:
+        text = f"{_percent(share)} of its tokens are learned ({counted}), though these are conversations"
+        return [Notice("learned", source.name, f"{text}; look at the preview for prompts that count as answers")]
+    return []
+
+
+def _left_out(source: SourceBill) -> list[Notice]:
+    found, rows = [], max(1, source.rows)
+    lost, repeats = source.lost(LOST), source.lost(REPEATS)
+    if lost / rows > MOST_LOST:
+        parts = ", ".join(f"{source.fates[fate]:,} {fate}" for fate in LOST if source.fates.get(fate))
+        text = f"{_percent(lost / rows)} of its rows do not go in whole ({parts})"
+        found.append(Notice("left out", source.name, f"{text}; look at those that are listed"))
+    if repeats / rows > MOST_REPEATS:
+        text = f"{_percent(repeats / rows)} of its rows repeat others ({repeats:,} of {source.rows:,}) and are left out"
+        found.append(Notice("duplicates", source.name, f"{text}; look at how the file was made"))
+    return found
+
+
+def _long(source: SourceBill, bill: Bill) -> list[Notice]:
+    longest = source.longest or source.percentile(1.0)
+    split = bill.over_length == "split" or (bill.over_length is None and source.format == "text")
+    if split or longest <= FAR * bill.sequence_length:
+        return []
+    most = source.percentile(0.999)
+    text = f"its longest row has {longest:,} tokens, data.sequence_length is {bill.sequence_length:,}"
+    if most > bill.sequence_length:
+        return [Notice("long rows", source.name, f"{text}; {_rounded(most):,} would hold 99.9% of its rows")]
+    return [Notice("long rows", source.name, f"{text}; 99.9% of its rows fit, so look at the few that do not")]
+
+
+def _packing(bill: Bill) -> list[Notice]:
+    packing = bill.packing
+    if not packing.sequences or packing.efficiency >= LEAST_FULL:
+        return []
+    full, mean = _percent(packing.efficiency), packing.tokens / max(1, packing.documents)
+    text = f"sequences are {full} full, the rest is padding"
+    if not packing.on:
+        text = f"rows fill {full} of data.sequence_length and are padded to the longest of their batch"
+        return [Notice("packing", "", f"{text}; data.packing: true puts several into a sequence")]
+    if packing.sequences < FEW_SEQUENCES:
+        text += f": all data fill {packing.sequences} of {packing.sequence_length:,} tokens"
+        return [Notice("packing", "", f"{text}; a shorter data.sequence_length or more data would fill them")]
+    if mean * 3 > packing.sequence_length:
+        text += f": data.sequence_length is short for documents of {mean:,.0f} tokens on average, which leave gaps"
+        return [Notice("packing", "", f"{text}; raise it to {_rounded(int(mean * 8)):,} so that several fit into one")]
+    text += f": {packing.window:,} documents at a time are too few to choose from"
+    return [Notice("packing", "", f"{text}; raise data.packing_window")]
+
+
+def _evaluation(bill: Bill) -> list[Notice]:
+    held = sum(source.held_out for source in bill.train)
+    if not bill.eval and 0 < held < FEW_EVAL:
+        text = f"only {held} rows are held out for evaluation: its loss will jump about by chance"
+        return [Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own")]
+    return [
+        Notice("evaluation", s.name, f"only {s.rows} rows to evaluate on: the loss will jump about by chance; add rows")
+        for s in bill.eval if 0 < s.rows < FEW_EVAL
+    ]  # fmt: skip
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if 0.001 <= share <= 0.999 or share in (0, 1) else f"{share * 100:.3g}%"
+
+
+def _rounded(length: int) -> int:
+    """Up to a multiple of 64, which suits kernels and people."""
+    return -(-length // 64) * 64

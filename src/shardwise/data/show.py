@@ -1,0 +1,207 @@
+"""The bill in the terminal: a table of the sources that fits any width, then what is odd about them, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.data.advice import Notice
+from shardwise.data.bill import Bill, SourceBill, coarse, read_fates
+from shardwise.data.visible import one_line, several_lines
+from shardwise.errors import UserError
+
+LISTED = 20  # rows named per source; the others are in the file
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+_GAP = 2
+_LEAST_NAME, _MOST_NAME = 10, 40
+_FIRST = 3  # the ranks for which a long name is broken
+_MOST_REASON = 160
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column of the table; those of the highest rank are the first to go on a narrow terminal."""
+
+    title: str
+    rank: int
+    cells: list[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, [self.title, *self.cells])) + _GAP
+
+
+def print_bill(bill: Bill, console: Console) -> None:
+    """The table, the sources one by one, the packing and the rows that did not go in as they are."""
+    _print(console, f"tokenizer {bill.tokenizer}" + (f", template {bill.template}" if bill.template else ""), "dim")
+    for title, sources in (("training data", bill.train), ("evaluation data", bill.eval)):
+        if sources:
+            console.print()
+            console.print(_table(title, sources, console.width, mixture=sources is bill.train))
+    console.print()
+    for source in bill.sources:
+        _print_source(source, console)
+    _print(console, _packing_line(bill))
+    for source in bill.sources:
+        _print_fates(source, console)
+
+
+def print_notices(found: Sequence[Notice], console: Console) -> None:
+    """What looks wrong, one paragraph each."""
+    for notice in found:
+        line = Text("warning: ", style="bold yellow")
+        line.append(f"{one_line(notice.source)}: " if notice.source else "", style="not bold default")
+        line.append(several_lines(notice.text), style="not bold default")
+        console.print(line, soft_wrap=not console.is_terminal, highlight=False)
+
+
+def print_problems(found: Sequence[UserError], console: Console) -> None:
+    """What would fail the run, all of it."""
+    for error in found:
+        line = Text("error: ", style="bold red")
+        line.append(several_lines(error), style="not bold default")
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _table(title: str, sources: list[SourceBill], width: int, mixture: bool) -> Table:
+    several = len(sources) > 1
+    shares = [s.learned_share for s in sources] + ([SourceTotals(sources).learned_share] if several else [])
+    names = [one_line(s.name) for s in sources] + (["all"] if several else [])
+    columns = [
+        _Column("rows", 3, _counts([s.rows for s in sources], several)),
+        _Column("documents", 6, _counts([s.documents for s in sources], several)),
+        _Column("tokens", 1, _counts([s.tokens for s in sources], several)),
+        _Column("learned", 2, [_share(share) for share in shares]),
+        _Column("left out", 5, _counts([s.left_out for s in sources], several)),
+        _Column("median", 8, [f"{s.percentile(0.5):,}" for s in sources]),
+        _Column("99%", 7, [f"{s.percentile(0.99):,}" for s in sources]),
+        _Column("longest", 9, [f"{s.longest or s.percentile(1.0):,}" for s in sources]),
+        _Column("tokens/s", 10, ["cached" if s.cached else _rate(s.tokens_per_second) for s in sources]),
+    ]
+    if mixture and several:
+        columns.insert(4, _Column("mixture", 4, [_share(s.share) for s in sources]))
+    if any(s.held_out for s in sources):
+        columns.insert(2, _Column("held out", 11, _counts([s.held_out for s in sources], several)))
+    first = sum(entry.width for entry in columns if entry.rank <= _FIRST)
+    wanted = min(max(map(cell_len, names)), _MOST_NAME, width - first - _GAP)
+    room = width - max(_LEAST_NAME, wanted) - _GAP
+    kept: set[int] = set()
+    for entry in sorted(columns, key=lambda c: c.rank):
+        if entry.width > room:
+            break
+        room -= entry.width
+        kept.add(entry.rank)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    table.add_column("source", overflow="fold", min_width=_LEAST_NAME)
+    chosen = [entry for entry in columns if entry.rank in kept]
+    for entry in chosen:
+        table.add_column(entry.title, justify="right", no_wrap=True)
+    for row, name in enumerate(names):
+        cells = [Text(entry.cells[row] if row < len(entry.cells) else "") for entry in chosen]
+        table.add_row(Text(name), *cells, style="bold" if row == len(sources) else "")
+    return table
+
+
+class SourceTotals:
+    """Sums over sources."""
+
+    def __init__(self, sources: Sequence[SourceBill]) -> None:
+        self.rows = sum(s.rows for s in sources)
+        self.documents = sum(s.documents for s in sources)
+        self.tokens = sum(s.tokens for s in sources)
+        self.supervised = sum(s.supervised for s in sources)
+        self.learned_share = self.supervised / self.tokens if self.tokens else 0.0
+
+
+def _counts(values: list[int], several: bool) -> list[str]:
+    return [f"{value:,}" for value in [*values, *([sum(values)] if several else [])]]
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _print_source(source: SourceBill, console: Console) -> None:
+    line = Text(one_line(source.name), style="bold")
+    line.append(f"  {one_line(source.format)}", style="not bold")
+    if source.reason:
+        line.append(f": {one_line(source.reason)}", style="not bold dim")
+    console.print(line, soft_wrap=not console.is_terminal, highlight=False)
+    ascii_only = console.options.ascii_only
+    if bars := sparkline(source.lengths, max(8, min(32, console.width - 24)), ascii_only):
+        low = coarse(source.lengths, 1)[0][0]
+        longest = source.longest or source.percentile(1.0)
+        _print(console, f"  rows by tokens  {low:,} {bars} {longest:,}")
+    if source.epochs is not None or source.weight != 1.0 or source.passes != 1.0:
+        asked = f"epochs {source.epochs:g}" if source.epochs is not None else f"weight {source.weight:g}"
+        _print(console, f"  {asked}: each row comes up {source.passes:.3g} times in an epoch of the run")
+
+
+def sparkline(lengths: Sequence[int], width: int, ascii_only: bool = False) -> str:
+    """A histogram in one line; its axis is by doublings, and a bar that is not empty is never invisible."""
+    bars = coarse(lengths, width)
+    most = max((count for _, _, count in bars), default=0)
+    signs = _ASCII_BARS if ascii_only else _BARS
+    return "".join(signs[-(-count * len(signs) // most) - 1] if count else " " for _, _, count in bars)
+
+
+def _packing_line(bill: Bill) -> str:
+    packing = bill.packing
+    if not packing.on:
+        return (
+            f"no packing: {packing.sequences:,} sequences of one document, of up to {packing.sequence_length:,} tokens"
+        )
+    return (
+        f"packing: {packing.sequences:,} sequences of {packing.sequence_length:,} tokens, {packing.efficiency:.1%} "
+        f"full ({packing.padding:,} tokens of padding), {packing.documents_per_sequence:.1f} documents in each, chosen "
+        f"from {packing.window:,} at a time"
+    )
+
+
+def _print_fates(source: SourceBill, console: Console) -> None:
+    """The rows that did not go in as they are, by place."""
+    if not any(source.fates.values()):
+        return
+    console.print()
+    counts = ", ".join(f"{count:,} {one_line(fate)}" for fate, count in source.fates.items() if count)
+    _print(console, f"{one_line(source.name)}: {counts}", "bold")
+    if source.fates_file is None:
+        return
+    rows = read_fates(source.fates_file, LISTED, source.fates)
+    left, listed = LISTED, 0
+    for index, (fate, places) in enumerate(rows.items()):
+        # Every fate gets its part of the room, so that one that is frequent does not hide the others.
+        for where, reason in places[: max(1, left // (len(rows) - index))]:
+            why = f" ({clipped(one_line(reason))})" if reason else ""
+            _print(console, f"  {one_line(fate)}: {one_line(where)}{why}")
+            left, listed = left - 1, listed + 1
+    more = sum(source.fates.values()) - listed
+    begin = f"and {more:,} more; all of them" if more > 0 else "also"
+    _print(console, f"  {begin} in {one_line(source.fates_file)}", "dim")
+
+
+def clipped(text: str, most: int = _MOST_REASON) -> str:
+    """A reason that quotes a row may be as long as the row."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    indent = len(text) - len(text.lstrip())
+    line = Text(text.lstrip() if console.is_terminal else text, style=style, overflow="fold")
+    wrapped = Padding(line, (0, 0, 0, indent), expand=False) if console.is_terminal and indent else line
+    console.print(wrapped, soft_wrap=not console.is_terminal, highlight=False)
