@@ -13,11 +13,13 @@ from rich.console import Console
 from shardwise.config.schema import Run
 from shardwise.data.advice import Notice, problems, warnings
 from shardwise.data.bill import VERSION, Bill
+from shardwise.data.mixing import all_names
 from shardwise.data.page import write_page
 from shardwise.data.preview import MOST_TOKENS, Preview, Sample
 from shardwise.data.show import print_bill, print_notices, print_problems
 from shardwise.data.survey import Problems, Survey, bill_of, sample_at, samples_of, survey
 from shardwise.errors import UserError
+from shardwise.observe.tokenising import TokenisingProgress
 
 WHOLE = 8192  # tokens of a row that was asked for by place
 
@@ -31,7 +33,9 @@ def show_data(run: Run, title: str, rows: int, places: list[str], html: Path | N
     if html is not None and html.is_dir():
         raise UserError("--html", str(html), "is a folder", "name a file, e.g. data.html")
     try:
-        found = survey(run, lambda text: errors.print(f"  {text}", style="dim", markup=False, highlight=False))
+        with TokenisingProgress(all_names(run.data)) as bars:
+            say = lambda text: errors.print(f"  {text}", style="dim", markup=False, highlight=False)  # noqa: E731
+            found = survey(run, say, bars.update)
     except Problems as failed:
         print_problems(failed.errors, errors)
         if as_json:

@@ -25,7 +25,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from shardwise.config.schema import Source
+from shardwise.config.schema import Data, Source
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.store import POLL, TokenStore
 from shardwise.errors import UserError
@@ -288,3 +288,8 @@ def _words(path: str) -> list[str]:
     words = [w for w in words if not re.search(r"[*?\[]", w)] or ["data"]
     last = re.sub(r"\.(gz|zst|bz2|xz)$", "", words[-1])
     return [*words[:-1], re.sub(r"(?<=.)\.[A-Za-z][A-Za-z0-9]*$", "", last)]
+
+
+def all_names(data: Data) -> list[str]:
+    """Names of the training sources, then of the eval sources."""
+    return source_names(data.train) + (source_names(data.eval) if isinstance(data.eval, tuple) else [])

@@ -23,9 +23,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from shardwise.cache import cache_root
-from shardwise.config.schema import Data
-from shardwise.data.files import content_digest, count_rows, source_files, source_size
-from shardwise.data.render import template_fingerprint
+from shardwise.config.schema import Data, Refine
+from shardwise.data.files import content_digest, count_rows, source_files
 from shardwise.data.store import TokenStore
 from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary
 from shardwise.errors import UserError
@@ -44,11 +43,17 @@ class PreparedSource:
     store: TokenStore
     held_out: TokenStore
     rows: int | None = None  # where mixing needs to know beforehand
+    cached: bool = False
 
     @property
     def facts(self) -> dict[str, Any] | None:
         """What became of its rows; None while it is being tokenised."""
         return self.store.facts
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The same; waits for it."""
+        return self.store.wait()
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,7 @@ class Prepared:
         return sum(int(s.facts[name]) for s in self.train if s.facts is not None)
 
 
-class Telling:
-    """Whom to tell how far it is; the default tells nobody."""
-
-    def rows(self, field: str, rows: int, tokens: int, total: int | None) -> None:
-        """So many more rows and tokens of a source are done."""
-
-    def close(self) -> None:
-        """All is done, or the wait is over."""
+Tell = Callable[[int, int, int | None, int], None]  # source, its rows so far, all its rows if known, tokens so far
 
 
 def prepare_data(
@@ -92,16 +90,17 @@ def prepare_data(
     say: Callable[[str], None] = lambda _: None,
     vocabulary: int | None = None,
     early: bool = False,
-    telling: Telling | None = None,
+    tell: Tell = lambda *_: None,
 ) -> Prepared:
     """Finds or makes everything the run will learn from; `early` returns as soon as a run can begin."""
     share = data.eval if isinstance(data.eval, float) else 0.0
     specs = [Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary) for i, s in enumerate(data.train)]
     evals = [] if isinstance(data.eval, float) else list(data.eval)
-    specs += [Spec(f"data.eval.{i}", i, s, data, seed, 0.0, vocabulary) for i, s in enumerate(evals)]
+    whole = data.model_copy(update={"refine": Refine()})  # what is measured by is not refined
+    specs += [Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary) for i, s in enumerate(evals)]
     digests = [content_digest(spec.source, spec.field) for spec in specs]
     everything = hashlib.sha256("".join(digests).encode()).hexdigest()
-    shape = template_fingerprint(tokenizer)
+    shape = template_of(tokenizer)
     folders = [
         cache_root() / "data" / _key(spec, digest, shape, everything)
         for spec, digest in zip(specs, digests, strict=True)
@@ -109,14 +108,14 @@ def prepare_data(
     missing = [i for i, f in enumerate(folders) if not (f / "train/done.json").is_file()]
     alive: Callable[[], bool] = lambda: False  # noqa: E731
     if missing:
-        alive = _make(specs, folders, tokenizer, say, early, telling or Telling())
+        alive = _make(specs, folders, tokenizer, say, early, tell)
     counted = _counts_needed(data)
     sources = [
         PreparedSource(
             spec, folder, TokenStore(folder / "train", alive), TokenStore(folder / "eval", alive),
-            count_rows(spec.source, spec.field) if counted and spec.field.startswith("data.train") else None,
+            count_rows(spec.source, spec.field) if counted and spec.trains else None, i not in missing,
         )
-        for spec, folder in zip(specs, folders, strict=True)
+        for i, (spec, folder) in enumerate(zip(specs, folders, strict=True))
     ]  # fmt: skip
     train, evaluation = sources[: len(data.train)], sources[len(data.train) :]
     prepared = Prepared(train, evaluation, _fingerprint(digests[: len(train)], shape, data, seed, share), share)
@@ -154,13 +153,13 @@ def _make(
     tokenizer: Any,
     say: Callable[[str], None],
     early: bool,
-    telling: Telling,
+    tell: Tell,
 ) -> Callable[[], bool]:
     """Makes what is missing, here or in a process of its own; gives what tells whether somebody is still at it."""
     lock = cache_root() / "data" / f"{folders[0].name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     say("reading and tokenising the data")
-    if sum(source_size(spec.source, spec.field) for spec in specs) <= INLINE:
+    if sum(_size(spec) for spec in specs) <= INLINE:
         with FileLock(lock):
             make_sources(specs, folders, tokenizer, 1)
         return lambda: False
@@ -168,8 +167,14 @@ def _make(
     workers = usable_cores() if data.workers == "auto" else int(data.workers)
     if not _held(lock):
         _start(specs, folders, tokenizer, workers, lock)
-    _follow(specs, folders, lock, early, telling)
+    _follow(specs, folders, lock, early, tell)
     return lambda: _held(lock)
+
+
+def _size(spec: Spec) -> int:
+    """Bytes of a source's files; a dataset of the hub counts as large."""
+    files = source_files(spec.source, spec.field)
+    return sum(file.stat().st_size for file in files) if files else INLINE + 1
 
 
 def _held(lock: Path) -> bool:
@@ -201,22 +206,24 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
         raise UserError("data", None, problem, f"see {work / 'log'}")
 
 
-def _follow(specs: list[Spec], folders: list[Path], lock: Path, early: bool, telling: Telling) -> None:
+def _follow(specs: list[Spec], folders: list[Path], lock: Path, early: bool, tell: Tell) -> None:
     """Tells of the progress until all is there, or, if `early`, until a run can begin."""
     window = specs[0].data.packing_window
-    try:
-        for spec, folder in zip(specs, folders, strict=True):
-            total, documents, number = count_rows(spec.source, spec.field), 0, 0
-            store = TokenStore(folder / "train", lambda: _held(lock))
-            while not (early and documents >= window and spec.field.startswith("data.train")):
-                if not store.has(number):
-                    break
-                summary: Summary = read_summary(folder, number)[0]
-                documents += summary.documents
-                telling.rows(spec.field, summary.rows, summary.tokens, total)
-                number += 1
-    finally:
-        telling.close()
+    for source, (spec, folder) in enumerate(zip(specs, folders, strict=True)):
+        total, done, number = count_rows(spec.source, spec.field), Summary(), 0
+        store = TokenStore(folder / "train", lambda: _held(lock))
+        while not (early and done.documents >= window and spec.trains):
+            if not store.has(number):
+                break
+            done.add(read_summary(folder, number)[0])
+            tell(source, done.rows, total, done.tokens)
+            number += 1
+
+
+def template_of(tokenizer: Any) -> str:
+    """What of a tokenizer and its template shapes tokens, in a few letters."""
+    words = [tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
+    return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:
@@ -225,7 +232,7 @@ def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:
     settings: list[Any] = [FORMAT, digest, shape, spec.share, data.sequence_length, data.loss_on, data.over_length]
     settings += [data.on_bad_row, source.format, source.fields, source.split, source.subset, refine.model_dump()]
     settings += [spec.seed, spec.index] if spec.share else []
-    settings += [[str(f) for f in source_files(source, spec.field)] if not digest.startswith("hub") else source.path]
+    settings += [source.path, [str(file) for file in source_files(source, spec.field)]]
     if refine.duplicates != "keep" or refine.decontaminate:
         settings += [everything, spec.field]
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]

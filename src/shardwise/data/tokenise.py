@@ -16,28 +16,40 @@ import multiprocessing
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from shardwise.config.schema import Data, Source
-from shardwise.data.bill import add_lengths
+from shardwise.data.bill import add_lengths, no_lengths
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk
 from shardwise.data.formats import Detected, detect, understand
-from shardwise.data.refine import Expression, length_fate
+from shardwise.data.refine import (
+    DuplicateFinder,
+    EvalNgrams,
+    Removal,
+    Removals,
+    RowKeys,
+    RowRules,
+    length_fate,
+    row_keys,
+)
 from shardwise.data.render import Renderer, check_template
 from shardwise.data.store import fail, finish, write_chunk
 from shardwise.errors import UserError
 
 AHEAD = 2  # chunks per worker that are under way
 DETECT_ROWS = 100
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,15 @@ class Spec:
     seed: int
     share: float  # held out
     vocabulary: int | None = None
-    removed: str | None = None  # file of row numbers that the look for duplicates left out, with reasons
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is learned from, not only measured by."""
+        return self.field.startswith("data.train")
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can carry it."""
-        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary", "removed")}
+        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary")}
         return plain | {"source": self.source.model_dump(mode="json"), "data": self.data.model_dump(mode="json")}
 
     @classmethod
@@ -77,7 +93,7 @@ class Summary:
     longest: int = 0
     largest_token: int = 0
     fates: Counter[str] = field(default_factory=Counter)
-    lengths: list[int] = field(default_factory=lambda: add_lengths(None, np.empty(0, dtype=np.int64)))
+    lengths: list[int] = field(default_factory=no_lengths)
 
     def add(self, other: Summary) -> None:
         """Takes another chunk in."""
@@ -89,78 +105,108 @@ class Summary:
         self.lengths = [a + b for a, b in zip(self.lengths, other.lengths, strict=True)]
 
 
-class ChunkMaker:
-    """Turns one chunk of rows into stored tokens; lives in each worker."""
+class RowReader:
+    """Rows of a chunk, understood; lives in each worker."""
 
-    def __init__(self, spec: Spec, tokenizer: Any, detected: Detected, folder: Path) -> None:
-        self.spec, self.tokenizer, self.detected, self.folder = spec, tokenizer, detected, folder
-        data = spec.data
-        self.renderer = Renderer(tokenizer, data.loss_on, spec.field)
-        self.filter = Expression(data.refine.filter) if data.refine.filter else None
-        self.removed = _removed_rows(spec.removed)
+    def __init__(self, spec: Spec, detected: Detected, passages: EvalNgrams | None) -> None:
+        self.spec, self.detected = spec, detected
+        self.rules = RowRules(spec.data.refine, passages)
 
-    def __call__(self, task: ChunkTask) -> Summary:
-        """Stores the chunk and its summary; raises UserError for what ends the run."""
-        summary, fates = Summary(), Fates()
-        examples = list(self._examples(read_chunk(task), summary, fates))
-        train: list[Document] = []
-        held: list[Document] = []
-        refused: list[Document] = []
-        for document in self.renderer.render(examples):
-            if isinstance(document, BadRow):
-                self._bad(document, fates)
-                continue
-            for piece in self._fit(document, fates, refused):
-                if not piece.learned.any():
-                    fates.add("no supervised token", document.where)
-                    continue
-                if fate := length_fate(piece, self.spec.data.refine):
-                    fates.add(fate, document.where, f"{len(piece.tokens)} tokens")
-                    continue
-                # A source of a single row keeps it for training.
-                out = held if summary.rows > 1 and held_out(document.number, self.spec) else train
-                out.append(piece)
-        if refused:
-            raise _too_long(refused, summary.rows, self.spec)
-        self._count(train, held, summary)
-        summary.fates = Counter({fate: len(rows) for fate, rows in fates.rows.items()})
-        write_chunk(self.folder / "eval", task.number, held)
-        write_chunk(self.folder / "train", task.number, train)
-        _write_summary(self.folder, task.number, summary, fates)
-        return summary
-
-    def _examples(self, raws: Iterator[Raw | BadRow], summary: Summary, fates: Fates) -> Iterator[Example]:
-        for raw in raws:
-            summary.rows += 1
+    def examples(self, task: ChunkTask, removed: dict[int, Removal], fates: Fates) -> tuple[list[Example], int]:
+        """The examples that stay, and how many rows there were."""
+        understood: list[tuple[Raw, Example]] = []
+        rows = 0
+        for raw in read_chunk(task):
+            rows += 1
             try:
                 if isinstance(raw, BadRow):
                     raise raw
-                if raw.number in self.removed:
-                    fate, reason = self.removed[raw.number]
-                    fates.add(fate, raw.where, reason)
+                if raw.number in removed:
+                    fates.add(removed[raw.number].fate, raw.where, removed[raw.number].reason)
                     continue
-                example = understand(raw, self.detected, self.spec.source)
-                if self.filter is not None and not self.filter.matches(raw, example):
-                    fates.add("filtered", raw.where, self.spec.data.refine.filter or "")
-                    continue
+                understood.append((raw, understand(raw, self.detected, self.spec.source)))
             except BadRow as bad:
-                self._bad(bad, fates)
-                continue
-            yield example
+                self.bad(bad, fates)
+        kept = []
+        for (raw, example), verdict in zip(understood, self.rules.judge(understood), strict=True):
+            if verdict is None:
+                kept.append(example)
+            elif isinstance(verdict, BadRow):
+                self.bad(verdict, fates)
+            else:
+                fates.add(verdict.fate, raw.where, verdict.reason)
+        return kept, rows
 
-    def _bad(self, bad: BadRow, fates: Fates) -> None:
+    def bad(self, bad: BadRow, fates: Fates) -> None:
+        """Notes a row that cannot be used, or ends it all."""
         if self.spec.data.on_bad_row == "error":
-            remedy = f"{bad.remedy}; or set data.on_bad_row: skip"
-            raise UserError(self.spec.field, bad.where, bad.problem, remedy) from None
+            raise refusal(bad, self.spec) from None
         fates.add("skipped", bad.where, bad.problem)
 
-    def _fit(self, document: Document, fates: Fates, refused: list[Document]) -> list[Document]:
+    def keys(self, task: ChunkTask) -> RowKeys:
+        """What is compared of a chunk's rows to find repeats."""
+        return row_keys(self.examples(task, {}, Fates())[0], self.spec.data.refine)
+
+
+def refusal(bad: BadRow, spec: Spec) -> UserError:
+    """A bad row as the user's mistake."""
+    return UserError(spec.field, bad.where, bad.problem, f"{bad.remedy}; or set data.on_bad_row: skip")
+
+
+class ChunkMaker:
+    """Turns one chunk of rows into stored tokens; lives in each worker."""
+
+    def __init__(self, reader: RowReader, tokenizer: Any, folder: Path) -> None:
+        self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
+        self.spec = reader.spec
+        self.renderer = Renderer(tokenizer, self.spec.data.loss_on, self.spec.field)
+
+    def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
+        """Stores the chunk and its summary, if they are not there yet; raises UserError for what ends the run."""
+        task, removed = work
+        if _summary_file(self.folder, task.index).is_file():
+            return read_summary(self.folder, task.index)[0]
+        summary, fates = Summary(), Fates()
+        examples, summary.rows = self.reader.examples(task, removed, fates)
+        if any(example.kind == "chat" for example in examples):
+            check_template(self.tokenizer, "model.tokenizer")
+        plain = {example.number for example in examples if example.kind == "text"}
+        train: list[Document] = []
+        held: list[Document] = []
+        refused: list[Document] = []
+        lengths: list[int] = []
+        for document in self.renderer.render(examples):
+            if isinstance(document, BadRow):
+                self.reader.bad(document, fates)
+                continue
+            if removal := length_fate(document, self.spec.data.refine):
+                fates.add(removal.fate, document.where, removal.reason)
+                continue
+            # A source of a single row keeps it for training.
+            out = held if summary.rows > 1 and held_out(document.number, self.spec) else train
+            if out is train:
+                lengths.append(len(document.tokens))
+            if not document.learned.any():
+                fates.add("no supervised token", document.where)
+                continue
+            pieces = self.fit(document, document.number in plain, self.spec, fates, refused)
+            out += [piece for piece in pieces if piece.learned.any()]
+        if refused:
+            raise _too_long(refused, summary.rows, self.spec)
+        self._count(train, held, lengths, summary)
+        summary.fates = Counter({fate: len(rows) for fate, rows in fates.rows.items()})
+        write_chunk(self.folder / "eval", task.index, held)
+        write_chunk(self.folder / "train", task.index, train)
+        _write_summary(self.folder, task.index, summary, fates)
+        return summary
+
+    @staticmethod
+    def fit(document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document]) -> list[Document]:
         """The document in pieces that fit into a sequence, as data.over_length says."""
-        limit, length = self.spec.data.sequence_length, len(document.tokens)
+        limit, length = spec.data.sequence_length, len(document.tokens)
         if length <= limit:
             return [document]
-        plain = self.detected.kind == "text"
-        policy = self.spec.data.over_length or ("split" if plain else "error")
+        policy = spec.data.over_length or ("split" if plain else "error")
         if policy == "split":
             if not plain:
                 fates.add("split", document.where, f"{length} tokens")
@@ -180,13 +226,12 @@ class ChunkMaker:
             refused.append(document)
         return []
 
-    def _count(self, train: list[Document], held: list[Document], summary: Summary) -> None:
-        lengths = np.asarray([len(d.tokens) for d in train], dtype=np.int64)
-        summary.documents, summary.tokens = len(train), int(lengths.sum())
+    def _count(self, train: list[Document], held: list[Document], lengths: list[int], summary: Summary) -> None:
+        summary.documents, summary.tokens = len(train), sum(len(d.tokens) for d in train)
         summary.supervised = sum(int(d.learned.sum()) for d in train)
-        summary.held_out, summary.longest = len(held), int(lengths.max(initial=0))
+        summary.held_out, summary.longest = len(held), max(lengths, default=0)
         summary.largest_token = max((int(d.tokens.max()) for d in train + held), default=0)
-        summary.lengths = add_lengths(None, lengths)
+        add_lengths(summary.lengths, lengths)
 
 
 def held_out(row: int, spec: Spec) -> bool:
@@ -226,12 +271,6 @@ def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
     return UserError(spec.field, first.where, problem, remedy)
 
 
-def _removed_rows(file: str | None) -> dict[int, tuple[str, str]]:
-    if file is None:
-        return {}
-    return {int(row): (fate, reason) for row, fate, reason in json.loads(Path(file).read_text())}
-
-
 def _summary_file(folder: Path, number: int) -> Path:
     return folder / "summaries" / f"{number:07}.json"
 
@@ -253,26 +292,27 @@ def read_summary(folder: Path, number: int) -> tuple[Summary, list[list[str]]]:
 
 
 def tokenise_source(
-    spec: Spec, tokenizer: Any, folder: Path, workers: int, told: Callable[[Summary], None] = lambda _: None
+    spec: Spec,
+    tokenizer: Any,
+    folder: Path,
+    workers: int,
+    passages: EvalNgrams | None = None,
+    removals: Removals | None = None,
+    told: Callable[[Summary], None] = lambda _: None,
 ) -> None:
     """Makes all chunks of a source that are not there yet, and says so in `done.json`."""
     for name in ("train", "eval", "summaries"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    tasks = chunk_tasks(spec.source, spec.field)
-    first = next(tasks, None)
-    if first is None:
-        raise UserError(spec.field, spec.source.path, "holds no rows", "check the file, or leave it out")
-    detected = _detect(first, spec)
-    if detected.kind == "chat":
-        check_template(tokenizer, "model.tokenizer")
-    if detected.kind in ("preference", "kto"):
+    detected, tasks = look(spec)
+    if detected.format in ("preference", "kto"):
         problem = f"the rows are {detected.format} data, which say what to prefer, not what to write"
-        remedy = "take the good answers: format: chat with fields: {messages: chosen}, or other data"
+        remedy = "take the good answers, for example format: chat with fields: {messages: chosen}, or other data"
         raise UserError(spec.field, spec.source.path, problem, remedy)
+    maker = ChunkMaker(RowReader(spec, detected, passages), tokenizer, folder)
+    work = ((task, _removed(removals, spec, task)) for task in tasks)
     total, count = Summary(), 0
-    done: Iterator[Summary] = _make_all(_chain(first, tasks), ChunkMaker(spec, tokenizer, detected, folder), workers)
-    for summary in done:
+    for summary in in_order(maker, work, workers):
         total.add(summary)
         count += 1
         told(summary)
@@ -284,11 +324,25 @@ def tokenise_source(
     if not total.supervised and not total.held_out:
         raise _nothing_learned(spec, total)
     facts = total.__dict__ | {
-        "format": detected.format, "kind": detected.kind, "reason": detected.reason,
-        "seconds": round(time.monotonic() - started, 3),
+        "format": detected.format, "reason": detected.reason, "seconds": round(time.monotonic() - started, 3),
     }  # fmt: skip
     finish(folder / "eval", count, {"documents": total.held_out})
     finish(folder / "train", count, facts)
+
+
+def _removed(removals: Removals | None, spec: Spec, task: ChunkTask) -> dict[int, Removal]:
+    if removals is None or not spec.trains:
+        return {}
+    return removals.of(spec.index, task.first_row, task.first_row + task.rows)
+
+
+def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
+    """The format of a source, found in its first rows, and all its chunks."""
+    tasks = chunk_tasks(spec.source, spec.field)
+    first = next(tasks, None)
+    if first is None:
+        raise UserError(spec.field, spec.source.path, "holds no rows", "check the file, or leave it out")
+    return _detect(first, spec), chain([first], tasks)
 
 
 def _detect(first: ChunkTask, spec: Spec) -> Detected:
@@ -297,11 +351,13 @@ def _detect(first: ChunkTask, spec: Spec) -> Detected:
         if isinstance(raw, Raw):
             raws.append(raw)
         elif spec.data.on_bad_row == "error":
-            remedy = f"{raw.remedy}; or set data.on_bad_row: skip"
-            raise UserError(spec.field, raw.where, raw.problem, remedy)
+            raise refusal(raw, spec)
         if len(raws) == DETECT_ROWS:
             break
-    return detect(raws, spec.source, spec.field)
+    detected = detect(raws, spec.source, spec.field)
+    if rules := RowRules(spec.data.refine).filter:
+        rules.check_columns(raw.value for raw in raws)
+    return detected
 
 
 def _nothing_learned(spec: Spec, total: Summary) -> UserError:
@@ -309,11 +365,6 @@ def _nothing_learned(spec: Spec, total: Summary) -> UserError:
     problem = f"none of its {total.rows} rows has a token to learn ({said})"
     remedy = "look at the rows with `shardwise data`; check data.loss_on, data.over_length and data.refine"
     return UserError(spec.field, spec.source.path, problem, remedy)
-
-
-def _chain(first: ChunkTask, rest: Iterator[ChunkTask]) -> Iterator[ChunkTask]:
-    yield first
-    yield from rest
 
 
 def check_largest(largest: int, vocabulary: int) -> None:
@@ -324,47 +375,40 @@ def check_largest(largest: int, vocabulary: int) -> None:
         raise UserError("model.tokenizer", None, problem, remedy)
 
 
-def _make_all(tasks: Iterator[ChunkTask], maker: ChunkMaker, workers: int) -> Iterator[Summary]:
-    """Summaries in the order of the chunks; those of chunks that are there already are read."""
+def in_order(function: Callable[[A], B], items: Iterator[A], workers: int) -> Iterator[B]:
+    """The function's results in the order of the items, computed by worker processes."""
     if workers <= 1:
-        for task in tasks:
-            there = _summary_file(maker.folder, task.number).is_file()
-            yield read_summary(maker.folder, task.number)[0] if there else maker(task)
+        yield from map(function, items)
         return
     # Forked, the workers have the tokenizer at once and share its memory.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_be_worker, initargs=(maker,)) as pool:
-        waiting: deque[Future[Summary] | Summary] = deque()
+    with ProcessPoolExecutor(workers, context, initializer=_be_worker, initargs=(function,)) as pool:
+        waiting: deque[Future[B]] = deque()
         try:
-            for task in tasks:
-                there = _summary_file(maker.folder, task.number).is_file()
-                waiting.append(read_summary(maker.folder, task.number)[0] if there else pool.submit(_work, task))
-                while len(waiting) > AHEAD * workers:
-                    yield _result(waiting.popleft())
+            for item in items:
+                waiting.append(pool.submit(_work, item))
+                if len(waiting) > AHEAD * workers:
+                    yield waiting.popleft().result()
             while waiting:
-                yield _result(waiting.popleft())
+                yield waiting.popleft().result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _result(item: Future[Summary] | Summary) -> Summary:
-    return item if isinstance(item, Summary) else item.result()
+_FUNCTION: list[Callable[[Any], Any]] = []  # of this worker process: a pool has no other place for it
 
 
-_WORKER: list[ChunkMaker] = []  # one per worker process: a pool has no other place for it
-
-
-def _be_worker(maker: ChunkMaker) -> None:
+def _be_worker(function: Callable[[Any], Any]) -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _WORKER.append(maker)
+    _FUNCTION.append(function)
 
 
-def _work(task: ChunkTask) -> Summary:
-    return _WORKER[0](task)
+def _work(item: Any) -> Any:
+    return _FUNCTION[0](item)
 
 
 def _write_fates(folder: Path, chunks: int) -> None:
@@ -383,11 +427,57 @@ def make_sources(
     told: Callable[[Spec, Summary], None] = lambda *_: None,
 ) -> None:
     """Makes what is missing of several sources, in order."""
-    for spec, folder in zip(specs, folders, strict=True):
-        if (folder / "train/done.json").is_file():
-            continue
+    missing = [(s, f) for s, f in zip(specs, folders, strict=True) if not (f / "train/done.json").is_file()]
+    for _, folder in missing:
         (folder / "train/failed.json").unlink(missing_ok=True)
-        tokenise_source(spec, tokenizer, folder, workers, lambda summary, spec=spec: told(spec, summary))  # type: ignore[misc]
+    with tempfile.TemporaryDirectory(prefix="refine-", dir=_made(folders[0].parent)) as work:
+        passages = removals = None
+        if any(spec.trains for spec, _ in missing):
+            passages = _passages(specs, Path(work))
+            removals = _repeats(specs, passages, workers, Path(work))
+        for spec, folder in missing:
+            tell = partial(told, spec)
+            tokenise_source(spec, tokenizer, folder, workers, passages if spec.trains else None, removals, tell)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
+    """The passages that training rows must not have: those of the eval sources, or of the rows that are held out."""
+    words = specs[0].data.refine.decontaminate
+    if not words:
+        return None
+    evals = [spec for spec in specs if not spec.trains]
+    if not evals and not specs[0].share:
+        problem = "there is nothing to compare with: the run has no evaluation data"
+        raise UserError("data.refine.decontaminate", words, problem, "set data.eval, or leave it out")
+
+    def examples() -> Iterator[Example]:
+        for spec in evals or specs:
+            detected, tasks = look(spec)
+            reader = RowReader(spec, detected, None)
+            for task in tasks:
+                for example in reader.examples(task, {}, Fates())[0]:
+                    if not spec.trains or held_out(example.number, spec):
+                        yield example
+
+    return EvalNgrams.from_examples(examples(), words, work / "passages")
+
+
+def _repeats(specs: list[Spec], passages: EvalNgrams | None, workers: int, work: Path) -> Removals | None:
+    """The rows of the training sources that repeat others."""
+    if specs[0].data.refine.duplicates == "keep":
+        return None
+    finder = DuplicateFinder(specs[0].data.refine, _made(work / "repeats"))
+    for spec in specs:
+        if spec.trains:
+            detected, tasks = look(spec)
+            for keys in in_order(RowReader(spec, detected, passages).keys, tasks, workers):
+                finder.add(spec.index, keys)
+    return finder.removed()
 
 
 def main(plan: Path) -> None:

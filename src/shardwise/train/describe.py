@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -43,31 +45,44 @@ def human(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def _data_lines(job: Job) -> Iterator[str]:
+    """What the run learns from, and what became of rows that did not go in as they are."""
+    data = job.data
+    if data.complete:
+        held = data.total("held_out") + sum(int(one.known["documents"]) for one in data.eval)
+        counts = (data.total("documents"), data.total("tokens"), data.total("supervised"))
+        yield "data{:,} documents, {:,} tokens, {:,} of them learned".format(*counts) + (
+            f"; {held:,} held out" if held else ""
+        )
+    else:
+        yield "datathe first windows of its sources; the rest is being tokenised"
+    for one in data.train:
+        fates = (one.facts or {}).get("fates", {})
+        if fates:
+            said = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
+            yield f"[yellow]{escape(one.spec.source.path)}: {said} (listed in {one.folder / 'fates.jsonl'})[/yellow]"
+
+
 def print_plan(job: Job, console: Console | None = None) -> None:
     """The run in a dozen lines: model, data, batch arithmetic, sharding and what each rank will hold."""
     run, ranks = job.run, job.ranks
     shard = shard_size(run.parallel.zero, run.parallel.shard, ranks)
     micro = int(run.train.micro_batch_size)
     rounds = run.train.batch_size // (micro * ranks)
-    documents, tokens = len(job.data.train), int(job.data.train.starts[-1])
-    supervised = int(job.data.train.supervised.sum())
     table = Table(title="plan of the run", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("model", f"{job.source.label}, {job.parameters / 1e6:,.1f}M parameters, all trained")
-    table.add_row("data", f"{documents:,} documents, {tokens:,} tokens, {supervised:,} of them learned"
-                          + (f"; {len(job.data.eval):,} held out" if job.data.eval else ""))  # fmt: skip
-    for bill in job.data.bills:
-        if bill.dropped or bill.truncated:
-            table.add_row(
-                "",
-                f"[yellow]{bill.path}: {bill.dropped} rows dropped, {bill.truncated} truncated (over_length)[/yellow]",
-            )
+    for words in _data_lines(job):
+        table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
     packed = " (packed)" if run.data.packing else ""
     sequences = f"{run.train.batch_size} sequences of up to {run.data.sequence_length} tokens{packed}"
-    epoch = job.loader().epoch_sequences()
-    passes = (run.train.steps or 0) * run.train.batch_size / epoch
-    table.add_row("steps", f"{run.train.steps} × {sequences}; {passes:.2g} epochs of {epoch:,} sequences")
+    epochs = ""
+    if job.data.complete:
+        epoch = job.loader().epoch_sequences()
+        passes = (run.train.steps or 0) * run.train.batch_size / epoch
+        epochs = f"; {passes:.2g} epochs of {epoch:,} sequences"
+    table.add_row("steps", f"{run.train.steps} × {sequences}{epochs}")
     table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
     groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
     groups += describe_collectives(run.parallel, shard, job.parameters, run.precision)

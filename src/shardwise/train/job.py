@@ -17,7 +17,7 @@ from shardwise.config.resolve import check_output, check_room, resolve_machine, 
 from shardwise.config.schema import Run
 from shardwise.data.loader import Loader
 from shardwise.data.mixing import SourceStream, source_names
-from shardwise.data.prepare import Prepared, check_vocabulary, prepare_data
+from shardwise.data.prepare import Prepared, Tell, prepare_data
 from shardwise.models.source import ModelSource, converted_folder, find_model
 
 
@@ -52,30 +52,29 @@ class Job:
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data
-        return self._loader(
-            [
-                SourceStream(name, store, bill.rows, source.weight, source.epochs)
-                for name, store, bill, source in zip(
-                    source_names(data.train), self.data.train_stores, self.data.bills, data.train, strict=True
-                )
-            ],
-            data.temperature,
-        )
+        streams = [
+            SourceStream(name, one.store, one.rows, one.spec.source.weight, one.spec.source.epochs)
+            for name, one in zip(source_names(data.train), self.data.train, strict=True)
+        ]
+        return self._loader(streams, data.temperature)
 
     def eval_loader(self) -> Loader | None:
         """The held-out sequences, if any."""
-        if self.data.eval is None:
-            return None
         data = self.run.data
-        names = source_names(data.train if isinstance(data.eval, float) else data.eval)
-        return self._loader([SourceStream(n, s) for n, s in zip(names, self.data.eval_stores, strict=True)])
+        if isinstance(data.eval, tuple):
+            stores, names = [one.store for one in self.data.eval], source_names(data.eval)
+        elif data.eval:
+            stores, names = [one.held_out for one in self.data.train], source_names(data.train)
+        else:
+            return None
+        return self._loader([SourceStream(n, s) for n, s in zip(names, stores, strict=True)])
 
     def _loader(self, sources: list[SourceStream], temperature: float = 1.0) -> Loader:
         data, seed = self.run.data, self.run.train.seed
         return Loader(sources, data.sequence_length, data.packing, data.packing_window, seed, self.pad_id, temperature)
 
 
-def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) -> Job:
+def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell = lambda *_: None) -> Job:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
     from shardwise.models.build import build_on_meta
     from shardwise.models.weights import check_shapes, match_names, tensor_files
@@ -96,10 +95,12 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None) 
     parameters = sum(p.numel() for p in model.parameters())
     check_room(result.run, parameters)
     tokenizer = source.load_tokenizer()
-    data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say)
-    check_vocabulary(data, model.get_input_embeddings().num_embeddings, source.tokenizer)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    early = result.run.train.steps is not None  # a run that counts in epochs must know how long one is
+    data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell)
     job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
-    resolve_steps(result, job.loader().epoch_sequences())
+    if not early:
+        resolve_steps(result, job.loader().epoch_sequences())
     job = replace(job, run=result.run, reasons=result.reasons)
     if size := disk_bytes(job.run, parameters):
         check_disk(job.offload_folder, size)
