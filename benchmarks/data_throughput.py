@@ -100,14 +100,16 @@ def ours(file: Path, workers: int, tokenizer_folder: Path | None) -> dict[str, A
         tokenizer.chat_template = CHATML
         tokenizer.save_pretrained(tokenizer_folder)
         tokenizer = find_model(run.model).load_tokenizer()
+    from shardwise.data.loader import Loader
+    from shardwise.data.mixing import SourceStream
     from shardwise.data.prepare import prepare_data
-    from shardwise.train.job import make_loader
 
     with Peak() as peak:
         started = time.perf_counter()
         prepared = prepare_data(run.data, tokenizer, 0)
         tokenised = time.perf_counter()
-        loader = make_loader(prepared.train, run, 0)
+        stream = SourceStream("chats", prepared.train[0].store)
+        loader = Loader([stream], LENGTH, True, run.data.packing_window, 0, 0)
         sequences = loader.epoch_sequences()
         packed = time.perf_counter()
     facts = prepared.train[0].facts or {}

@@ -255,9 +255,9 @@ def renderings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     real = tokenise.ChunkMaker
 
-    def counted(spec: Any, *args: Any) -> Any:
-        made.append(spec.field)
-        return real(spec, *args)
+    def counted(reader: Any, *args: Any) -> Any:
+        made.append(reader.spec.field)
+        return real(reader, *args)
 
     monkeypatch.setattr(tokenise, "ChunkMaker", counted)
     return made

@@ -44,6 +44,11 @@ def write_chunk(folder: Path, index: int, documents: Sequence[Document]) -> None
         partial.rename(_file(folder, index, suffix))
 
 
+def has_chunk(folder: Path, index: int) -> bool:
+    """Whether a chunk is there."""
+    return _file(folder, index, "table").is_file()
+
+
 def finish(folder: Path, chunks: int, facts: dict[str, Any]) -> None:
     """Says that all chunks are there, and what is known of the whole."""
     _write(folder / "done.json", {"chunks": chunks} | facts)

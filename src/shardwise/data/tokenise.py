@@ -43,7 +43,7 @@ from shardwise.data.refine import (
     row_keys,
 )
 from shardwise.data.render import Renderer, check_template
-from shardwise.data.store import fail, finish, write_chunk
+from shardwise.data.store import fail, finish, has_chunk, write_chunk
 from shardwise.errors import UserError
 
 AHEAD = 2  # chunks per worker that are under way
@@ -164,7 +164,7 @@ class ChunkMaker:
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
         """Stores the chunk and its summary, if they are not there yet; raises UserError for what ends the run."""
         task, removed = work
-        if _summary_file(self.folder, task.index).is_file():
+        if has_chunk(self.folder / "train", task.index):
             return read_summary(self.folder, task.index)[0]
         summary, fates = Summary(), Fates()
         examples, summary.rows = self.reader.examples(task, removed, fates)
@@ -196,8 +196,8 @@ class ChunkMaker:
         self._count(train, held, lengths, summary)
         summary.fates = Counter({fate: len(rows) for fate, rows in fates.rows.items()})
         write_chunk(self.folder / "eval", task.index, held)
-        write_chunk(self.folder / "train", task.index, train)
         _write_summary(self.folder, task.index, summary, fates)
+        write_chunk(self.folder / "train", task.index, train)  # last: whoever sees it finds the rest
         return summary
 
     @staticmethod
