@@ -1,5 +1,6 @@
 """Small files as people bring them: each is understood rightly, or refused with file, line and what to do."""
 
+# ruff: noqa: E501 (a table reads best with one file per line)
 from __future__ import annotations
 
 import bz2
