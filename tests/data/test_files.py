@@ -129,7 +129,7 @@ def test_a_row_of_100_mb_is_refused_before_it_is_parsed(tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow"])
 def test_memory_does_not_grow_with_the_source(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of making all chunks, at 1× and 10×."""
+    """The peak of making all chunks, at 1× and several times that."""
     monkeypatch.setattr(containers, "CHUNK_BYTES", 1 << 17)
     monkeypatch.setattr(tables, "CHUNK_BYTES", 1 << 17)
     monkeypatch.setattr(jsonfile, "CHUNK_BYTES", 1 << 17)
@@ -138,7 +138,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, kind: str, monkeyp
     rows = [{"text": f"{i} " + "word " * 400} for i in range(500)]
     peaks = []
     pa = pytest.importorskip("pyarrow") if kind in ("parquet", "arrow") else None
-    for times in (2, 20):
+    for times in (20, 80) if kind == "parquet" else (2, 20):  # Parquet's own buffers fill up within the first 20 MB
         path = tmp_path / f"{times}.{kind}"
         if pa is not None:
             import pyarrow.parquet
