@@ -136,8 +136,11 @@ def _fit(name: str, rows: list[dict[str, Any]], source: Source) -> tuple[dict[st
     best: dict[str, str] = {}
     share = 0.0
     candidates = list(shape.columns)
-    if name in ("chat", "sharegpt"):  # any column that holds messages will do
-        candidates += [(c,) for c in dict.fromkeys(c for row in rows[:10] for c in row) if (c,) not in candidates]
+    if name in ("chat", "sharegpt"):  # any column that holds messages will do, unless it means something else
+        named = {c for f in FORMATS.values() for candidate in f.columns for c in candidate}
+        key = given.get(shape.inner[0], shape.inner[0])
+        holding = dict.fromkeys(c for row in rows[:10] for c, value in row.items() if has_messages(value, key))
+        candidates += [(c,) for c in holding if c not in named]
     if shape.needed not in candidates:
         candidates.append(shape.needed)
     for candidate in candidates:

@@ -278,9 +278,8 @@ def _object_layout(
         return f"key:{source.split}", ""
     if one_row or not kinds:
         return "row", "the object is taken as one row"
-    kind_names = {kind for kind, _, _ in kinds.values()}
-    columnar = kind_names <= {"rows", "list"} and len(lengths) == 1
-    if (columnar and not (len(kinds) == 1 and lists)) or kind_names == {"object"}:
+    sorts = {kind for kind, _, _ in kinds.values()}
+    if (sorts <= {"rows", "list"} and "list" in sorts and (len(lengths) == 1 or not lists)) or sorts == {"object"}:
         return "columns", f"the object is taken as columns ({', '.join(list(kinds)[:8])})"
     if len(lists) == 1 or "train" in lists:
         key = lists[0] if len(lists) == 1 else "train"

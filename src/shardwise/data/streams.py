@@ -114,8 +114,11 @@ class Input:
         self.path, self.field, self.line = path, field, 1
         try:
             self.file = open_bytes(path)
+            head = self.file.peek(2)[:2]  # type: ignore[attr-defined]
         except BROKEN as error:
             raise self.mistake(error) from None
+        if head in (b"\xff\xfe", b"\xfe\xff"):
+            raise UserError(field, str(path), "is not UTF-8 text (it is UTF-16)", "convert the file to UTF-8")
 
     def read(self, size: int) -> bytes:
         """The next bytes; fewer than asked for only at the end."""
