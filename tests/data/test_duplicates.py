@@ -169,8 +169,8 @@ def test_rows_of_one_template(tmp_path: Path) -> None:
     """All rows share most of their words and so many buckets: repeats are still found, and no others."""
     draw = random.Random(4)
     template = documents(1, 9, words=400)[0]
-    texts = [f"{template} {text}" for text in documents(2000, 10, words=120)]
-    texts += [edited(texts[index], 0.005, draw) for index in range(0, 2000, 20)]
+    texts = [f"{template} {text}" for text in documents(1400, 10, words=120)]
+    texts += [edited(texts[index], 0.005, draw) for index in range(0, 1400, 14)]
     pairs = alike(texts, 0.6)
     likeness = [s for earlier in pairs for s in earlier.values()]
     expected = near_repeats(pairs, 0.9)
