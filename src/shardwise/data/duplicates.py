@@ -34,6 +34,7 @@ HASHES = 128  # at most, per row
 FOUND = 0.99  # share of pairs at the threshold that become candidates
 KEPT = 4096  # n-grams kept of a row, the lowest hashes; the similarity of longer rows is estimated from these (±1%)
 LOOKED_AT = 1024  # rows of one bucket that a row is compared with; more occur where all rows share a template
+MARKS, MARK_SHIFT = 1 << 20, np.uint32(12)
 VERIFIED = 64  # candidates of a row, those first that share most bands
 
 
@@ -138,6 +139,22 @@ def similarity(first: np.ndarray, second: np.ndarray) -> float:
     return (len(first) + len(second) - union) / union if union else 0.0
 
 
+def _possible(size: int, others: np.ndarray, least: float) -> np.ndarray:
+    """Which sets are of a size that allows the similarity; of rows that were cut the size is not known."""
+    fits = np.minimum(size, others) >= least * np.maximum(size, others)
+    return np.asarray(fits | (others == KEPT) | (size == KEPT))
+
+
+def _bounds(mine: np.ndarray, others: list[np.ndarray], marks: np.ndarray) -> np.ndarray:
+    """Similarities, at most too high, of many sets at once: n-grams are compared by their first 20 bits."""
+    sizes = np.array([len(other) for other in others])
+    places = mine >> MARK_SHIFT
+    marks[places] = 1
+    common = np.add.reduceat(marks[np.concatenate(others) >> MARK_SHIFT], np.cumsum(sizes) - sizes, dtype=np.int64)
+    marks[places] = 0
+    return np.asarray(common / np.maximum(len(mine) + sizes - common, 1))
+
+
 class DuplicateFinder:
     """Collects the keys of all rows in a folder, in the order of sources and rows, and says which ones go."""
 
@@ -212,14 +229,15 @@ class DuplicateFinder:
         def gram_set(row: int) -> np.ndarray:
             return grams[ends[row] - sizes[row] : ends[row]]
 
+        marks = np.zeros(MARKS, dtype=np.uint8)
         for row, shared in buckets:
-            mine, size = gram_set(row), int(sizes[row])
-            candidates = buckets.kept(shared)
-            if len(candidates) and size < KEPT:
-                others = sizes[candidates]
-                likely = np.minimum(size, others) >= least * np.maximum(size, others)
-                candidates = candidates[likely | (others == KEPT)]
-            for other in candidates[:VERIFIED].tolist():
+            mine, others = gram_set(row), buckets.kept(shared)
+            if len(others):
+                others = others[_possible(len(mine), sizes[others], least)][:VERIFIED]
+            if len(others) > 1:
+                likely = _bounds(mine, [gram_set(other) for other in others.tolist()], marks) >= least
+                others = others[likely | (sizes[others] == KEPT) | (len(mine) == KEPT)]
+            for other in others.tolist():
                 if (found := similarity(mine, gram_set(other))) >= least:
                     original[row], likeness[row] = other, found
                     break

@@ -129,7 +129,8 @@ class Expression:
                 tree = ast.parse(self._source, mode="eval")
         except SyntaxError as error:
             before = self._source.split("\n")[: (error.lineno or 1) - 1]
-            place = sum(len(line) + 1 for line in before) + (error.offset or 1) + self._lead
+            at = error.offset or len(self._source) + 1  # 0 where more was expected
+            place = sum(len(line) + 1 for line in before) + at + self._lead
             remedy = 'write e.g. len(text) > 20 and lang == "en"; a column that is no plain name: row["from"]'
             raise self._mistake(f"is not an expression ({error.msg})", place, remedy) from None
         except (ValueError, MemoryError, RecursionError) as error:
@@ -245,11 +246,11 @@ class _Builder:
         raise _Refused(node, "~ is not allowed", "use not")
 
     def _binop(self, node: ast.BinOp) -> Step:
-        left, right = self.build(node.left), self.build(node.right)
-        first, second = self._said(node.left), self._said(node.right)
         act = _ARITHMETIC.get(type(node.op))
         if act is None:
             raise _Refused(node, f"{self._said(node)} is not allowed", "of operators there are + - * / // %")
+        left, right = self.build(node.left), self.build(node.right)
+        first, second = self._said(node.left), self._said(node.right)
         joins = isinstance(node.op, ast.Add)
 
         def step(scope: _Scope) -> Any:
