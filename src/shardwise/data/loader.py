@@ -144,7 +144,7 @@ class Loader:
     def step(self, position: int, batch_size: int, micro: int, rank: int, ranks: int) -> StepBatch:
         """The share of `rank` of the batch that begins at a global position."""
         sequences = self.sequences(position, batch_size)
-        documents = np.concatenate(sequences)
+        documents = np.concatenate(sequences, dtype=DOCUMENT)
         by_source = np.bincount(documents["source"], weights=documents["supervised"], minlength=len(self.sources))
         mine = [self.collate(sequences[i : i + micro]) for i in range(rank * micro, batch_size, micro * ranks)]
         return StepBatch(
