@@ -6,14 +6,16 @@ knows the whole step, hence the global number of learned tokens, without asking 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.data.packing import pack
 from shardwise.data.prepare import Corpus
+from shardwise.models.documents import Documents
 
 IGNORE = -100
 
@@ -26,11 +28,13 @@ class MicroBatch:
     labels: torch.Tensor
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
+    documents: Documents | None = None  # of packed rows
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
         parts = (self.input_ids, self.labels, self.position_ids, self.attention_mask)
-        return MicroBatch(*(None if p is None else p.to(device, non_blocking=True) for p in parts))  # type: ignore[arg-type]
+        moved: Any = (None if p is None else p.to(device, non_blocking=True) for p in parts)
+        return replace(MicroBatch(*moved), documents=self.documents and self.documents.to(device))
 
 
 @dataclass(frozen=True)
@@ -125,4 +129,5 @@ class Loader:
             labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(positions) if self.packing else None,
             attention_mask=None if self.packing else torch.from_numpy(real),
+            documents=Documents.of_positions(positions) if self.packing else None,
         )
