@@ -122,6 +122,99 @@ def test_random_layouts(seed: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds_q: torch.Tensor,
+    bounds_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What torch documents of its kernel, in plain operations."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    assert all(x.stride(-1) == 1 for x in (query, key, value)) and bounds_q.dtype == torch.int32
+    assert longest_q == longest_k == int(bounds_q.diff().max()) and enable_gqa
+    group = query.shape[1] // key.shape[1]
+    outputs = []
+    for start, stop in zip(bounds_q[:-1].tolist(), bounds_k[1:].tolist(), strict=True):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        left, right = window_size
+        hidden = (-back > right) | ((back > left) if left >= 0 else torch.zeros_like(back, dtype=torch.bool))
+        scores = (q @ k.repeat_interleave(group, 0).mT * scale).masked_fill(hidden, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_call_of_the_kernel(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no such kernel; a plain one that takes its arguments literally stands in for it."""
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(attention, "KERNEL_TYPES", (torch.float64,))
+    monkeypatch.setattr(attention, "_one_by_one", None)
+    rng = random.Random(100 + seed)
+    documents = Documents.of_lengths([*random_layout(rng), [3, 4]])
+    mask = DocumentMask(documents, rng.choice([None, 1, 2, 5, 16]), largest_head=16)
+    keys = rng.choice([1, 2, 4])
+    shapes = [(4, 12), (keys, 12), (keys, rng.choice([16, 12, 8]))]
+    made = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(documents.rows, h, documents.width, d, generator=made, dtype=torch.float64) for h, d in shapes
+    )
+    scale = rng.choice([None, 0.7])
+    output, _ = attend(nn.Module(), query, key, value, mask, scaling=scale)
+    reference = F.scaled_dot_product_attention(
+        query, key, value, brute_force(documents, mask.window)[:, None], scale=scale, enable_gqa=True
+    )
+    torch.testing.assert_close(output, reference.transpose(1, 2), rtol=1e-9, atol=1e-9)
+
+
+def test_what_the_kernel_cannot_do_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_in_one_kernel", lambda *args: (_ for _ in ()).throw(AssertionError("reached")))
+    packed_mask = DocumentMask(Documents.of_lengths([[3, 4]]), None, largest_head=16)
+    ones = DocumentMask(Documents.of_lengths([[1] * 7]), None, largest_head=16)
+    half = torch.randn(1, 2, 7, 16, dtype=torch.bfloat16)
+    wide = torch.randn(1, 2, 7, 24, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="reached"):
+        attend(nn.Module(), half, half, half, packed_mask)
+    for tensor, mask, more in (
+        (half.float(), packed_mask, {}),
+        (wide, packed_mask, {}),
+        (half, packed_mask, {"dropout": 0.1}),
+        (half, packed_mask, {"softcap": 30.0}),
+        (half, packed_mask, {"s_aux": torch.zeros(2)}),
+        (half, packed_mask, {"position_bias": torch.zeros(1, 2, 7, 7, dtype=torch.bfloat16)}),
+        (half, ones, {}),
+        (half, DocumentMask(Documents.of_lengths([[7]]), None, largest_head=16), {}),
+    ):
+        attend(nn.Module(), tensor, tensor, tensor, mask, **more)
+
+
+def test_a_compiled_block_is_not_compiled_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole graphs, and no guard on the lengths; the kernel is left out, so that a CPU can run it."""
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setattr(attention, "KERNEL_TYPES", (torch.float32,))
+    monkeypatch.setattr(attention, "largest_head", lambda device: 256)
+    monkeypatch.setattr(attention, "varlen_attn", lambda q, k, v, *args, **kwargs: q * 1.0)
+    model = packed.tiny("llama")
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    for _, block in packed.find_blocks(model):
+        block.forward = torch.compile(block.forward, backend=counter, fullgraph=True)
+    for seed in range(8):
+        rng = random.Random(seed)
+        lengths = [rng.randint(2, 9) for _ in range(rng.randint(2, 5))]
+        ids, labels, documents = packed.rows([[*lengths, 60 - sum(lengths)]])
+        packed.packed(model, ids, labels, documents)
+    assert counter.frame_count <= 3 * len(packed.find_blocks(model))
+
+
 def attend(*args: Any, **kwargs: Any) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.models.documents import DocumentMask, RowsMask
 
 # What modules pass for scores other than softmax(scale * QK): the stock functions know what to do with it.
 EXTRAS = ("position_bias", "softcap", "s_aux")
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
-KERNEL_HEAD = 256  # largest head of the flash kernel
+# torch 2.11's function takes fewer heads of keys without being told.
+GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+KERNEL_OPTIONS: dict[str, Any] = {"enable_gqa": True} if GQA else {}
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -48,6 +51,13 @@ def _is_ours(function: Any) -> bool:
     return isinstance(function, partial) and function.func in (mask_documents, attend_documents)
 
 
+def largest_head(device: torch.device) -> int:
+    """What the device's flash kernel takes; 0 = it has none. Backward of the largest heads needs a data-centre card."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    return 256 if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0)) else 192
+
+
 def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwargs: Any) -> Any:
     """In the mask registry: a mask that is not there where the rule is (sliding-window) causal, else a real one.
 
@@ -64,11 +74,12 @@ def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwar
     rule = kwargs.get("mask_function", masking_utils.causal_mask_function)
     size = kwargs.get("local_size")
     if standing and kwargs.get("allow_is_causal_skip", True):
+        head = largest_head(rows.device)
         if rule is masking_utils.causal_mask_function:
-            return DocumentMask(documents, None)
-        if size is not None and _same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
-            return DocumentMask(documents, size)
-    if size is not None and _same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
+            return DocumentMask(documents, None, head)
+        if size and _same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
+            return DocumentMask(documents, size, head)
+    if size and _same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
         rule = _from_the_start(rule, documents.positions)
     rule = masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(documents.index))
     changes = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": None}
@@ -113,12 +124,12 @@ def attend_documents(
     unusual = any(kwargs.get(name) is not None for name in EXTRAS)
     if unusual or any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
         return other(attention_mask=attention_mask.real)
-    if documents.alone and attention_mask.band(documents.width) is None:
+    if documents.alone and attention_mask.covers(documents.width):
         return other(attention_mask=None, is_causal=True)  # nothing is packed: SDPA's own kernels are the faster ones
+    if _kernel_takes(query, key, value, attention_mask, dropout):
+        return _in_one_kernel(query, key, value, attention_mask, scaling), None
     if query.device.type == "cpu":
         return _one_by_one(query, key, value, attention_mask, dropout, scaling), None
-    if dropout == 0.0 and _kernel_takes(query, key, value):
-        return _in_one_kernel(query, key, value, attention_mask, scaling), None
     return other(attention_mask=attention_mask.real)
 
 
@@ -149,35 +160,36 @@ def _one_by_one(
     return _in_rows(torch.cat(outputs), mask)
 
 
-@cache
-def _takes_gqa() -> bool:
-    """torch 2.11's varlen_attn has no such argument and takes fewer key heads without a word."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _kernel_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _kernel_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float
+) -> bool:
+    """Whether the variable-length kernel computes this, and computes it right."""
     head = max(query.shape[-1], value.shape[-1])
-    same = query.dtype == key.dtype == value.dtype and query.dtype in KERNEL_TYPES
-    capable = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return same and capable and head <= KERNEL_HEAD and query.shape[1] % key.shape[1] == 0
+    half = query.dtype == key.dtype == value.dtype and query.dtype in KERNEL_TYPES
+    grouped = query.shape[1] % key.shape[1] == 0
+    # Documents of one token each take a path of their own in the kernel, made for decoding.
+    return half and grouped and dropout == 0.0 and head <= mask.largest_head and mask.documents.longest > 1
+
+
+def _wide(x: torch.Tensor, head: int) -> torch.Tensor:
+    """With heads of this size, and without a copy where nothing is missing."""
+    if x.shape[-1] < head:
+        return F.pad(x, (0, head - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _in_one_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, scale: float | None
 ) -> torch.Tensor:
     """Flash attention over all documents at once."""
-    from torch.nn.attention.varlen import varlen_attn
-
     documents = mask.documents
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     head, wanted = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
     # The kernel wants one head size, a multiple of 8; zeros change neither scores nor the columns that are kept.
-    q, k, v = (F.pad(x, (0, head - x.shape[-1])) if x.shape[-1] < head else x for x in map(_flat, (query, key, value)))
-    left = -1 if mask.window is None else mask.window - 1  # ours counts the token itself
-    more: dict[str, Any] = {"enable_gqa": True} if _takes_gqa() else {}
+    q, k, v = (_wide(_flat(x), head) for x in (query, key, value))
     bounds, longest = documents.boundaries, documents.longest
-    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **more)
+    # Ours counts the token itself.
+    window = (-1, 0) if mask.window is None or mask.covers(longest) else (mask.window - 1, 0)
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window, **KERNEL_OPTIONS)
     assert isinstance(output, torch.Tensor)
     return _in_rows(output[..., :wanted], mask)

@@ -13,7 +13,7 @@ made on first use: slower, never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,9 @@ class Documents:
     width: int
     lengths: tuple[int, ...]  # row by row; a document never goes on in the next row
     boundaries: torch.Tensor  # int32: starts within the rows laid end to end, and the end
+    # Plain values rather than properties: a compiled block would be compiled anew for every other tuple of lengths.
+    longest: int
+    alone: bool  # each row is one document
 
     @classmethod
     def of_positions(cls, positions: np.ndarray | torch.Tensor) -> Documents:
@@ -49,21 +52,12 @@ class Documents:
     @classmethod
     def _of_starts(cls, starts: np.ndarray, rows: int, width: int) -> Documents:
         bounds = np.append(starts, rows * width).astype(np.int32)
-        return cls(rows, width, tuple(np.diff(bounds).tolist()), torch.from_numpy(bounds))
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(self.lengths)
-
-    @property
-    def alone(self) -> bool:
-        """Whether each row is one document."""
-        return len(self.lengths) == self.rows
+        lengths = tuple(np.diff(bounds).tolist())
+        return cls(rows, width, lengths, torch.from_numpy(bounds), max(lengths), len(lengths) == rows)
 
     def to(self, device: torch.device) -> Documents:
         """The same with the boundaries on a device."""
-        return Documents(self.rows, self.width, self.lengths, self.boundaries.to(device, non_blocking=True))
+        return replace(self, boundaries=self.boundaries.to(device, non_blocking=True))
 
     @cached_property
     def index(self) -> torch.Tensor:
@@ -177,12 +171,15 @@ class RowsMask(_Standing):
 
 
 class DocumentMask(_Standing):
-    """Who sees whom in packed rows: earlier tokens of the same document, at most `window` of them counting itself."""
+    """Who sees whom in packed rows: earlier tokens of the same document, at most `window` of them counting itself.
+
+    `largest_head`: what the device's variable-length kernel takes; 0 = it has none.
+    """
 
     dtype = torch.bool
 
-    def __init__(self, documents: Documents, window: int | None) -> None:
-        self.documents, self.window = documents, window
+    def __init__(self, documents: Documents, window: int | None, largest_head: int = 0) -> None:
+        self.documents, self.window, self.largest_head = documents, window, largest_head
         self.shape = torch.Size((documents.rows, 1, documents.width, documents.width))
         self.device = documents.boundaries.device
         self._bands: dict[int, torch.Tensor] = {}
@@ -196,9 +193,13 @@ class DocumentMask(_Standing):
         index = self.documents.index
         return (sees & (index[:, :, None] == index[:, None, :]))[:, None]
 
+    def covers(self, length: int) -> bool:
+        """Whether the window takes in all of a document of this length."""
+        return self.window is None or length <= self.window
+
     def band(self, length: int) -> torch.Tensor | None:
         """The mask within a document of this length, or None where it is causal and no more."""
-        if self.window is None or length <= self.window:
+        if self.window is None or self.covers(length):
             return None
         if length not in self._bands:
             at = torch.arange(length, device=self.device)
