@@ -447,6 +447,11 @@ class Run(Section):
     recompute: Literal["none", "full"] = Field(
         default="none", description="full = keep only block inputs, compute the rest again"
     )
+    attention: Literal["auto", "plain"] = Field(
+        default="auto",
+        description="of packed rows: auto = document by document, without a mask; plain = as transformers does it, by "
+        "a mask of the whole row",
+    )
     compile: bool = Field(default=False, description="compile each block (CUDA; the first step takes longer)")
     offload: Offload = Field(default=Offload(), description="what is kept off the device")
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto = CUDA where there is a GPU")

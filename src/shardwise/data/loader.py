@@ -21,6 +21,7 @@ from shardwise.data.mixing import Mixture, SourceStream, sequence_order
 from shardwise.data.packing import DOCUMENT, Packed, pack
 from shardwise.data.store import LEARNED
 from shardwise.errors import UserError
+from shardwise.models.documents import Documents
 
 IGNORE = -100
 KEPT = 2  # windows that stay packed: a step can lie across two
@@ -39,6 +40,7 @@ class MicroBatch:
     attention_mask: torch.Tensor | None
     sources: torch.Tensor | None = None
     source_count: int = 1
+    documents: Documents | None = None  # of packed rows
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
@@ -47,7 +49,7 @@ class MicroBatch:
             for f in fields(self)
             if isinstance(part := getattr(self, f.name), torch.Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, documents=self.documents and self.documents.to(device))
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Loader:
             attention_mask=None if self.packing else torch.from_numpy(real),
             sources=torch.from_numpy(sources) if several else None,
             source_count=len(self.sources),
+            documents=Documents.of_positions(positions) if self.packing else None,
         )
 
     def _epoch_marks(self, epoch: int) -> tuple[_Mark, _Mark]:

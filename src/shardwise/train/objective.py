@@ -38,9 +38,10 @@ class Objective(Protocol):
 
 
 class CausalObjective:
-    """Next-token cross-entropy."""
+    """Next-token cross-entropy. `apart`: packed batches bring their documents; else the model sees positions alone."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, apart: bool = False) -> None:
+        self._apart = apart
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(self, model: Any, batch: MicroBatch) -> Loss:
@@ -50,6 +51,8 @@ class CausalObjective:
             inputs["position_ids"] = batch.position_ids
         if batch.attention_mask is not None:
             inputs["attention_mask"] = batch.attention_mask
+        elif self._apart and batch.documents is not None:
+            inputs["attention_mask"] = batch.documents.mask()
         labels, sources = batch.labels, batch.sources
         if self._keeps_some and labels.device.type == "cpu":
             # The head is a fifth of a small model's work; columns that no row learns from need no logits. On a GPU the

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import UserError
+from shardwise.models.documents import Documents
 from shardwise.zero.stages import ShardedModel
 
 LENGTH = 24
@@ -19,33 +20,50 @@ LENGTH = 24
 # rounding of its own where the changed tokens of a mixture of experts go another way.
 TOLERANCE = {torch.float32: 1e-4}
 HALF_TOLERANCE = 1e-3
+ALONE_TOLERANCE = 0.1  # in half precision: other kernels, other rounding; positions that do not restart move far more
 
 
-def check_model(sharded: ShardedModel, vocabulary: int, packing: bool, label: str, device: torch.device) -> None:
-    """Refuses a model whose logits depend on later tokens, or on another document of the same sequence."""
+def check_model(
+    sharded: ShardedModel, vocabulary: int, packing: bool, label: str, device: torch.device, apart: bool = False
+) -> None:
+    """Refuses a model whose logits depend on later tokens, or on another document of the same sequence.
+
+    `apart`: the model is told where documents begin, as the objective will tell it (models/attention.py).
+    """
     length = min(LENGTH, _positions(sharded.model) // 2)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (1, 2 * length), generator=generator)
     positions = torch.arange(length).repeat(2)[None] if packing else None
     with sharded.evaluation():
-        base = _logits(sharded.model, ids, positions, device)
+        base = _logits(sharded.model, ids, positions, device, apart)
         # Many tokens at once: the more that leaks, the surer it shows. Half of the last document, for a model may keep
         # documents apart and still look ahead within them.
         late = 2 * length - length // 2
-        last = _logits(sharded.model, _changed(ids, slice(late, None), vocabulary), positions, device)
+        last = _logits(sharded.model, _changed(ids, slice(late, None), vocabulary), positions, device, apart)
         if _moved(base[:, :late], last[:, :late]):
             problem = "its predictions depend on later tokens, so it is not a causal language model"
             remedy = "use a decoder model (for BERT-like configs: is_decoder: true)"
             raise UserError("model", label, problem, remedy)
         if packing:
-            first = _logits(sharded.model, _changed(ids, slice(length), vocabulary), positions, device)
+            first = _logits(sharded.model, _changed(ids, slice(length), vocabulary), positions, device, apart)
             if _moved(base[:, length:], first[:, length:]):
                 problem = "this model lets packed documents see each other"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
+            # Kept apart, a model may still count positions from the start of the row.
+            alone = _logits(sharded.model, ids[:, length:], None, device)
+            if _moved(base[:, length:], alone, ALONE_TOLERANCE):
+                problem = "this model predicts something else for a packed document than for the document alone"
+                raise UserError("data.packing", True, problem, "set data.packing: false")
 
 
-def _logits(model: Any, ids: torch.Tensor, positions: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    inputs = {"input_ids": ids.to(device)} | ({} if positions is None else {"position_ids": positions.to(device)})
+def _logits(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor | None, device: torch.device, apart: bool = False
+) -> torch.Tensor:
+    inputs: dict[str, Any] = {"input_ids": ids.to(device)}
+    if positions is not None:
+        inputs["position_ids"] = positions.to(device)
+        if apart:
+            inputs["attention_mask"] = Documents.of_positions(positions).to(device).mask()
     try:
         return torch.as_tensor(model(**inputs, use_cache=False).logits)
     except TypeError as error:
@@ -66,6 +84,6 @@ def _changed(ids: torch.Tensor, where: slice, vocabulary: int) -> torch.Tensor:
     return other
 
 
-def _moved(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _moved(a: torch.Tensor, b: torch.Tensor, half: float = HALF_TOLERANCE) -> bool:
     scale = a.float().abs().max().clamp(min=1e-6)
-    return bool(((a.float() - b.float()).abs().max() / scale) > TOLERANCE.get(a.dtype, HALF_TOLERANCE))
+    return bool(((a.float() - b.float()).abs().max() / scale) > TOLERANCE.get(a.dtype, half))

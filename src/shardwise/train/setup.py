@@ -15,6 +15,7 @@ from torch.distributed._composable import checkpoint as recompute  # type: ignor
 from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
 from shardwise.data.loader import Loader
+from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
 from shardwise.observe.breakdown import OFF, Timer, timer_for
@@ -128,7 +129,9 @@ def build_parts(
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
-        check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
+        apart = run.data.packing and run.attention == "auto" and _keeps_apart(sharded, vocabulary, job, world, say)
+        if not apart:
+            check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -153,9 +156,21 @@ def build_parts(
     meter = _meter(job, world, model, position, loader.names)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
-        job, world, sharded, CausalObjective(model), optimizer, scaler, update, loader, job.eval_loader(), store,
+        job, world, sharded, CausalObjective(model, apart), optimizer, scaler, update, loader, job.eval_loader(), store,
         position, meter, status, timer,
     )  # fmt: skip
+
+
+def _keeps_apart(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
+    """Whether this model can be told where documents begin; else transformers' own masks must do."""
+    if not install(sharded.model):
+        return False
+    try:
+        check_model(sharded, vocabulary, True, job.source.label, world.device, apart=True)
+    except Exception as error:  # a model's own code may choke on a mask that is no tensor: the plain path decides
+        say(f"attention: plain for this model ({getattr(error, 'problem', error)})")
+        return False
+    return True
 
 
 def _meter(job: Job, world: World, model: Any, position: Position, sources: list[str]) -> Meter:

@@ -1,0 +1,195 @@
+"""Attention that cannot cross documents: no padding, no mask tensor, no wait for the device.
+
+transformers asks two registries how to mask and how to attend. `install` puts functions there, under the names that
+models already use (a new name changes their code paths), which act on batches that carry their documents (see
+documents.py) and hand every other call to the functions that stood there before. On CUDA all documents of a batch go
+through one variable-length kernel; on a CPU they are attended to one by one. What these cannot do (softcaps, sinks,
+position biases, dropout or fp32 in the kernel, modules with attention of their own) gets the right mask as a tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from shardwise.models.documents import DocumentMask, RowsMask
+
+# What modules pass for scores other than softmax(scale * QK): the stock functions know what to do with it.
+EXTRAS = ("position_bias", "softcap", "s_aux")
+KERNEL_TYPES = (torch.bfloat16, torch.float16)
+# torch 2.11's function takes fewer heads of keys without being told.
+GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+KERNEL_OPTIONS: dict[str, Any] = {"enable_gqa": True} if GQA else {}
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def install(model: Any) -> bool:
+    """Teaches transformers about documents; False where this model attends by other means, and needs the plain path."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    kinds = {getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")}
+    if not kinds <= {"sdpa", "eager"}:
+        return False
+    masks, attentions = AttentionMaskInterface(), AttentionInterface()
+    for name in ("sdpa", "eager"):
+        if not _is_ours(masks[name]):
+            AttentionMaskInterface.register(name, partial(mask_documents, masks[name], name == "sdpa"))
+    if not _is_ours(attentions["sdpa"]):
+        AttentionInterface.register("sdpa", partial(attend_documents, attentions["sdpa"]))
+    return True
+
+
+def _is_ours(function: Any) -> bool:
+    return isinstance(function, partial) and function.func in (mask_documents, attend_documents)
+
+
+def largest_head(device: torch.device) -> int:
+    """What the device's flash kernel takes; 0 = it has none. Backward of the largest heads needs a data-centre card."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    return 256 if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0)) else 192
+
+
+def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwargs: Any) -> Any:
+    """In the mask registry: a mask that is not there where the rule is (sliding-window) causal, else a real one.
+
+    `plain`: the function for batches without documents. `standing`: whether the attention of this name takes a
+    DocumentMask.
+    """
+    rows = kwargs.get("attention_mask")
+    if not isinstance(rows, RowsMask):
+        return plain(*args, **kwargs)
+    from transformers import masking_utils
+
+    documents = rows.documents
+    assert kwargs["q_length"] == kwargs["kv_length"] == documents.width, "packed batches know no cache"
+    rule = kwargs.get("mask_function", masking_utils.causal_mask_function)
+    size = kwargs.get("local_size")
+    if standing and kwargs.get("allow_is_causal_skip", True):
+        head = largest_head(rows.device)
+        if rule is masking_utils.causal_mask_function:
+            return DocumentMask(documents, None, head)
+        if size and _same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
+            return DocumentMask(documents, size, head)
+    if size and _same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
+        rule = _from_the_start(rule, documents.positions)
+    rule = masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(documents.index))
+    changes = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": None}
+    return plain(*args, **kwargs | changes | {"mask_function": rule})
+
+
+def _same_rule(a: Any, b: Any) -> bool:
+    """Whether two mask functions are made by the same code from the same numbers (tensors hold padding: none here)."""
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        return a.__code__ is b.__code__ and _same_rule(_captured(a), _captured(b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same_rule(x, y) for x, y in zip(a, b, strict=True))
+    return isinstance(a, torch.Tensor) if isinstance(b, torch.Tensor) else type(a) is type(b) and a == b
+
+
+def _captured(function: FunctionType) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in function.__closure__ or ())
+
+
+def _from_the_start(rule: Callable[..., Any], positions: torch.Tensor) -> Callable[..., Any]:
+    """A rule about chunks of a row as one about chunks of a document."""
+    return lambda b, h, q, k: rule(b, h, positions[b, q], positions[b, k])
+
+
+def attend_documents(
+    plain: Attention,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In the attention registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""
+    other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
+    if not isinstance(attention_mask, DocumentMask):
+        return other(attention_mask=attention_mask)
+    documents = attention_mask.documents
+    shape = (documents.rows, documents.width)
+    unusual = any(kwargs.get(name) is not None for name in EXTRAS)
+    if unusual or any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
+        return other(attention_mask=attention_mask.real)
+    if documents.alone and attention_mask.covers(documents.width):
+        return other(attention_mask=None, is_causal=True)  # nothing is packed: SDPA's own kernels are the faster ones
+    if _kernel_takes(query, key, value, attention_mask, dropout):
+        return _in_one_kernel(query, key, value, attention_mask, scaling), None
+    if query.device.type == "cpu":
+        return _one_by_one(query, key, value, attention_mask, dropout, scaling), None
+    return other(attention_mask=attention_mask.real)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, width, head) as (tokens, heads, head)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _in_rows(x: torch.Tensor, mask: DocumentMask) -> torch.Tensor:
+    """(tokens, heads, head) as (rows, width, heads, head)."""
+    return x.reshape(mask.documents.rows, mask.documents.width, *x.shape[1:])
+
+
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float, scale: float | None
+) -> torch.Tensor:
+    """SDPA per document: as many scores as documents have, not as rows have."""
+    lengths = mask.documents.lengths
+    outputs = []
+    # split, not slices: its backward is one concatenation, that of a slice a tensor of zeros as large as the whole
+    for q, k, v in zip(*(_flat(x).split(lengths) for x in (query, key, value)), strict=True):
+        band = mask.band(len(q))
+        output = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
+            attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        outputs.append(output[0].transpose(0, 1))
+    return _in_rows(torch.cat(outputs), mask)
+
+
+def _kernel_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float
+) -> bool:
+    """Whether the variable-length kernel computes this, and computes it right."""
+    head = max(query.shape[-1], value.shape[-1])
+    half = query.dtype == key.dtype == value.dtype and query.dtype in KERNEL_TYPES
+    grouped = query.shape[1] % key.shape[1] == 0
+    # Documents of one token each take a path of their own in the kernel, made for decoding.
+    return half and grouped and dropout == 0.0 and head <= mask.largest_head and mask.documents.longest > 1
+
+
+def _wide(x: torch.Tensor, head: int) -> torch.Tensor:
+    """With heads of this size, and without a copy where nothing is missing."""
+    if x.shape[-1] < head:
+        return F.pad(x, (0, head - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _in_one_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, scale: float | None
+) -> torch.Tensor:
+    """Flash attention over all documents at once."""
+    documents = mask.documents
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    head, wanted = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
+    # The kernel wants one head size, a multiple of 8; zeros change neither scores nor the columns that are kept.
+    q, k, v = (_wide(_flat(x), head) for x in (query, key, value))
+    bounds, longest = documents.boundaries, documents.longest
+    # Ours counts the token itself.
+    window = (-1, 0) if mask.window is None or mask.covers(longest) else (mask.window - 1, 0)
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window, **KERNEL_OPTIONS)
+    assert isinstance(output, torch.Tensor)
+    return _in_rows(output[..., :wanted], mask)

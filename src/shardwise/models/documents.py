@@ -1,0 +1,207 @@
+"""Where documents begin and end in packed rows, and the masks that say so without being built.
+
+A packed batch needs no T x T mask: the boundaries say everything. They are known on the host when the batch is laid out
+and travel with it, as the `attention_mask` argument of the model's forward: no state is held anywhere, and a block that
+is computed again in backward finds them among its own arguments.
+
+[Note: masks that are not there] `RowsMask` stands where a model takes a mask of shape (rows, width), `DocumentMask`
+where its blocks take one of shape (rows, 1, width, width). Our attention function reads boundaries from the latter.
+Any other code that touches one (an operator, a slice, `F.scaled_dot_product_attention`) gets the tensor it stands for,
+made on first use: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of packed rows: every token belongs to one, and padding at the end of a row is one more."""
+
+    rows: int
+    width: int
+    lengths: tuple[int, ...]  # row by row; a document never goes on in the next row
+    boundaries: torch.Tensor  # int32: starts within the rows laid end to end, and the end
+    # Plain values rather than properties: a compiled block would be compiled anew for every other tuple of lengths.
+    longest: int
+    alone: bool  # each row is one document
+
+    @classmethod
+    def of_positions(cls, positions: np.ndarray | torch.Tensor) -> Documents:
+        """From positions on the host, (rows, width): a document begins where they do not go up by one."""
+        table = np.asarray(positions)
+        starts = np.ones(table.shape, dtype=bool)
+        starts[:, 1:] = np.diff(table, axis=1) != 1
+        return cls._of_starts(np.flatnonzero(starts), *table.shape)
+
+    @classmethod
+    def of_lengths(cls, rows: Sequence[Sequence[int]]) -> Documents:
+        """From the lengths of each row's documents; rows that are not full end in a document of padding."""
+        width = max(sum(row) for row in rows)
+        starts = [i * width + sum(row[:n]) for i, row in enumerate(rows) for n in range(len(row) + (sum(row) < width))]
+        return cls._of_starts(np.array(starts), len(rows), width)
+
+    @classmethod
+    def _of_starts(cls, starts: np.ndarray, rows: int, width: int) -> Documents:
+        bounds = np.append(starts, rows * width).astype(np.int32)
+        lengths = tuple(np.diff(bounds).tolist())
+        return cls(rows, width, lengths, torch.from_numpy(bounds), max(lengths), len(lengths) == rows)
+
+    def to(self, device: torch.device) -> Documents:
+        """The same with the boundaries on a device."""
+        return replace(self, boundaries=self.boundaries.to(device, non_blocking=True))
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """The number of each token's document, (rows, width), on the device; the host does not wait for it."""
+        bounds = self.boundaries.long()
+        numbers = torch.arange(len(self.lengths), device=bounds.device)
+        total = self.rows * self.width
+        return numbers.repeat_interleave(bounds.diff(), output_size=total).view(self.rows, self.width)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """The position of each token within its document, (rows, width), on the device."""
+        flat = torch.arange(self.rows * self.width, device=self.boundaries.device).view(self.rows, self.width)
+        return flat - self.boundaries.long()[self.index]
+
+    def mask(self) -> RowsMask:
+        """What to pass to a model as its `attention_mask`."""
+        return RowsMask(self)
+
+
+class _Standing:
+    """Stands for a tensor and becomes it as soon as anyone computes with it; see [Note: masks that are not there]."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        """The tensor that this stands for."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copy and pickle, not by computations
+            raise AttributeError(name)
+        return getattr(self.real, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(_become, args), **tree_map(_become, kwargs or {}))
+
+    __hash__ = object.__hash__
+
+
+def _become(value: Any) -> Any:
+    return value.real if isinstance(value, _Standing) else value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: _Standing, *args: Any) -> Any:
+        return getattr(self.real, name)(*(_become(a) for a in args))
+
+    return apply
+
+
+# Python looks operators up on the class: each is passed on by name.
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "invert", "and", "rand", "or", "ror"),
+    *("xor", "rxor", "eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "getitem", "setitem", "float", "int"),
+):
+    setattr(_Standing, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class RowsMask(_Standing):
+    """A mask of ones, (rows, width), that knows the documents: nothing is hidden from all, much from one another."""
+
+    def __init__(self, documents: Documents, dtype: torch.dtype = torch.int64) -> None:
+        self.documents, self.dtype = documents, dtype
+        self.shape = torch.Size((documents.rows, documents.width))
+        self.device = documents.boundaries.device
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        return torch.ones(self.shape, dtype=self.dtype, device=self.device)
+
+    # What models do to a mask on its way to transformers' mask functions must not lose the documents.
+    def to(self, *args: Any, **kwargs: Any) -> RowsMask:
+        """The same under another type; it already is on the device of the batch."""
+        found = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+        return RowsMask(self.documents, found[0] if found else self.dtype)
+
+    def bool(self) -> RowsMask:
+        return self.to(torch.bool)
+
+    def long(self) -> RowsMask:
+        return self.to(torch.int64)
+
+    def int(self) -> RowsMask:
+        return self.to(torch.int32)
+
+    def float(self) -> RowsMask:
+        return self.to(torch.float32)
+
+    def contiguous(self) -> RowsMask:
+        return self
+
+    def view(self, *shape: Any) -> Any:
+        """The same where the shape is, as GPT-2 asks for."""
+        other = self.real.view(*shape)
+        return self if other.shape == self.shape else other
+
+
+class DocumentMask(_Standing):
+    """Who sees whom in packed rows: earlier tokens of the same document, at most `window` of them counting itself.
+
+    `largest_head`: what the device's variable-length kernel takes; 0 = it has none.
+    """
+
+    dtype = torch.bool
+
+    def __init__(self, documents: Documents, window: int | None, largest_head: int = 0) -> None:
+        self.documents, self.window, self.largest_head = documents, window, largest_head
+        self.shape = torch.Size((documents.rows, 1, documents.width, documents.width))
+        self.device = documents.boundaries.device
+        self._bands: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        at = torch.arange(self.documents.width, device=self.device)
+        sees = at[:, None] >= at
+        if self.window is not None:
+            sees = sees & (at[:, None] - at < self.window)
+        index = self.documents.index
+        return (sees & (index[:, :, None] == index[:, None, :]))[:, None]
+
+    def covers(self, length: int) -> bool:
+        """Whether the window takes in all of a document of this length."""
+        return self.window is None or length <= self.window
+
+    def band(self, length: int) -> torch.Tensor | None:
+        """The mask within a document of this length, or None where it is causal and no more."""
+        if self.window is None or self.covers(length):
+            return None
+        if length not in self._bands:
+            at = torch.arange(length, device=self.device)
+            self._bands[length] = (at[:, None] >= at) & (at[:, None] - at < self.window)
+        return self._bands[length]
