@@ -39,7 +39,8 @@ class _Column:
 
 def print_bill(bill: Bill, console: Console) -> None:
     """The table, the sources one by one, the packing and the rows that did not go in as they are."""
-    _print(console, f"tokenizer {bill.tokenizer}" + (f", template {bill.template}" if bill.template else ""), "dim")
+    template = f", template {one_line(bill.template)}" if bill.template else ""
+    _print(console, f"tokenizer {one_line(bill.tokenizer)}{template}", "dim")
     for title, sources in (("training data", bill.train), ("evaluation data", bill.eval)):
         if sources:
             console.print()
