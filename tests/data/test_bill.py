@@ -95,6 +95,14 @@ def test_from_the_facts_of_a_store() -> None:
     assert SourceBill.from_facts(settings, "a", facts | {"longest": 20}).percentile(1.0) == 20
 
 
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [("", "chat"), ("rows have messages", "chat: rows have messages"), ("chat, as set: …", "chat, as set: …")],
+)
+def test_the_format_is_named_once(reason: str, shown: str) -> None:
+    assert source(reason=reason).understood == shown
+
+
 SOURCE_KEYS = {
     "name", "path", "format", "reason", "rows", "documents", "tokens", "supervised", "held_out", "fates", "lengths",
     "longest", "weight", "epochs", "passes", "share", "seconds", "cached", "fates_file", "percentiles", "learned_share",

@@ -132,9 +132,15 @@ def test_a_template_that_never_stops_fails(tmp_path: Path, capsys: pytest.Captur
     assert code == 2 and "would never learn to stop" in err
 
 
-def test_in_a_process_of_its_own(run: Path) -> None:
-    """A pipe, and an encoding that lacks most characters."""
-    code, out, err = cli.command("data", run, "--json")
-    assert code == 0 and json.loads(out)["version"] == 1, err
-    code, out, _ = cli.command("data", "--help")
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--help")
     assert code == 0 and "--html" in out and "shardwise data run.yaml" in out
+
+
+def test_a_pipe_that_lacks_most_characters(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, since the encoding is that of the process."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii:strict")
+    (run.parent / "chat.jsonl").write_text(json.dumps(qa("日本 é", "👍")) + "\n")
+    code, out, err = cli.command("data", run)
+    assert code == 0 and out.isascii() and "Traceback" not in err, err
+    assert "[[\\U0001f44d<|im_end|>]]" in out and "\\u65e5\\u672c" in out

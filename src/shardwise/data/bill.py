@@ -24,7 +24,7 @@ LENGTH_EDGES = (*range(16), *((8 + part) << power for power in range(1, 28) for 
 LOST = ("skipped", "dropped", "truncated", "refused", "no supervised token")  # fates that nobody asked for
 PARTLY = ("truncated", "split")  # fates of rows that are learned all the same
 REPEATS = ("duplicate", "near duplicate")
-CHAT = ("chat", "sharegpt", "alpaca", "prompt", "preference", "kto")  # formats in which a part is an answer
+CHAT = ("chat", "sharegpt", "alpaca", "prompt", "pair", "preference", "kto")  # formats in which a part is an answer
 
 
 def length_bin(length: int) -> int:
@@ -105,6 +105,12 @@ class SourceBill:
     @property
     def learned_share(self) -> float:
         return self.supervised / self.tokens if self.tokens else 0.0
+
+    @property
+    def understood(self) -> str:
+        """The format and why it is taken for that."""
+        said = self.reason.startswith(self.format) or not self.reason
+        return self.reason or self.format if said else f"{self.format}: {self.reason}"
 
     @property
     def left_out(self) -> int:

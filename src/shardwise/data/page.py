@@ -114,7 +114,7 @@ def _table(title: str, sources: Sequence[SourceBill], mixture: bool) -> str:
         body.append(f"<tr>{name}{''.join(labelled)}</tr>")
     head = "".join(f'<th scope="col">{name}</th>' for name in ["source", *heads])
     about = "".join(
-        f"<dt><bdi>{_text(s.name)}</bdi></dt><dd>{_text(s.format)}{': ' if s.reason else ''}{_text(s.reason)}"
+        f"<dt><bdi>{_text(s.name)}</bdi></dt><dd>{_text(s.understood)}"
         f'<span class="path"><bdi>{_text(s.path)}</bdi></span></dd>'
         for s in sources
     )
