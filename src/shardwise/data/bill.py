@@ -211,7 +211,7 @@ class Bill:
 def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None) -> dict[str, list[tuple[str, str]]]:
     """The first `most` rows of each fate as (where, reason); `counts` of the bill spare reading on when all are had."""
     rows: dict[str, list[tuple[str, str]]] = {}
-    still = None if counts is None else {fate: min(most, count) for fate, count in counts.items() if count}
+    wanted = None if counts is None else sum(min(most, count) for count in counts.values())
     try:
         with Path(file).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -221,9 +221,10 @@ def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # the last line of a run that was killed
                 kept = rows.setdefault(fate, [])
-                if len(kept) < most:
-                    kept.append((where, reason))
-                if still is not None and all(len(rows.get(name, ())) >= wanted for name, wanted in still.items()):
+                if len(kept) == most:
+                    continue
+                kept.append((where, reason))
+                if wanted is not None and sum(map(len, rows.values())) >= wanted:
                     break
     except OSError:
         return rows
