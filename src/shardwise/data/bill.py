@@ -211,10 +211,13 @@ class Bill:
 def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None) -> dict[str, list[tuple[str, str]]]:
     """The first `most` rows of each fate as (where, reason); `counts` of the bill spare reading on when all are had."""
     rows: dict[str, list[tuple[str, str]]] = {}
+    full: tuple[str, ...] = ()  # how lines begin that need not be parsed any more
     wanted = None if counts is None else sum(min(most, count) for count in counts.values())
     try:
         with Path(file).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
+                if line.startswith(full):
+                    continue
                 try:
                     row = json.loads(line)
                     fate, where, reason = str(row["fate"]), str(row["where"]), str(row.get("reason") or "")
@@ -224,6 +227,8 @@ def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None
                 if len(kept) == most:
                     continue
                 kept.append((where, reason))
+                if len(kept) == most:
+                    full = (*full, f"{json.dumps({'fate': fate})[:-1]},")
                 if wanted is not None and sum(map(len, rows.values())) >= wanted:
                     break
     except OSError:
