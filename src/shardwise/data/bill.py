@@ -24,7 +24,7 @@ LENGTH_EDGES = (*range(16), *((8 + part) << power for power in range(1, 28) for 
 LOST = ("skipped", "dropped", "truncated", "refused", "no supervised token")  # fates that nobody asked for
 PARTLY = ("truncated", "split")  # fates of rows that are learned all the same
 REPEATS = ("duplicate", "near duplicate")
-CHAT = ("chat", "sharegpt", "alpaca", "prompt", "preference", "kto")  # formats in which a part is an answer
+CHAT = ("chat", "sharegpt", "alpaca", "prompt", "pair", "preference", "kto")  # formats in which a part is an answer
 
 
 def length_bin(length: int) -> int:
@@ -105,6 +105,12 @@ class SourceBill:
     @property
     def learned_share(self) -> float:
         return self.supervised / self.tokens if self.tokens else 0.0
+
+    @property
+    def understood(self) -> str:
+        """The format and why it is taken for that."""
+        said = self.reason.startswith(self.format) or not self.reason
+        return self.reason or self.format if said else f"{self.format}: {self.reason}"
 
     @property
     def left_out(self) -> int:
@@ -205,19 +211,25 @@ class Bill:
 def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None) -> dict[str, list[tuple[str, str]]]:
     """The first `most` rows of each fate as (where, reason); `counts` of the bill spare reading on when all are had."""
     rows: dict[str, list[tuple[str, str]]] = {}
-    still = None if counts is None else {fate: min(most, count) for fate, count in counts.items() if count}
+    full: tuple[str, ...] = ()  # how lines begin that need not be parsed any more
+    wanted = None if counts is None else sum(min(most, count) for count in counts.values())
     try:
         with Path(file).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
+                if line.startswith(full):
+                    continue
                 try:
                     row = json.loads(line)
                     fate, where, reason = str(row["fate"]), str(row["where"]), str(row.get("reason") or "")
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # the last line of a run that was killed
                 kept = rows.setdefault(fate, [])
-                if len(kept) < most:
-                    kept.append((where, reason))
-                if still is not None and all(len(rows.get(name, ())) >= wanted for name, wanted in still.items()):
+                if len(kept) == most:
+                    continue
+                kept.append((where, reason))
+                if len(kept) == most:
+                    full = (*full, f"{json.dumps({'fate': fate})[:-1]},")
+                if wanted is not None and sum(map(len, rows.values())) >= wanted:
                     break
     except OSError:
         return rows

@@ -114,7 +114,7 @@ def _table(title: str, sources: Sequence[SourceBill], mixture: bool) -> str:
         body.append(f"<tr>{name}{''.join(labelled)}</tr>")
     head = "".join(f'<th scope="col">{name}</th>' for name in ["source", *heads])
     about = "".join(
-        f"<dt><bdi>{_text(s.name)}</bdi></dt><dd>{_text(s.format)}{': ' if s.reason else ''}{_text(s.reason)}"
+        f"<dt><bdi>{_text(s.name)}</bdi></dt><dd>{_text(s.understood)}"
         f'<span class="path"><bdi>{_text(s.path)}</bdi></span></dd>'
         for s in sources
     )
@@ -255,12 +255,13 @@ _PAGE = Template("""<!doctype html>
   --grid:#2a3038; --axis:#4a535e; --bar:#6ea8fe; --over:#fb923c; --warn:#fdba74; --warnbg:#2d2113; --bad:#ff9d94;
   --badbg:#331a18; --learned:#143d24; --edge:#4ac26b; --special:#c4a3fb; --specialbg:#2c2340; --mark:#75808c } }
 * { box-sizing:border-box }
-body { margin:0; background:var(--page); color:var(--ink); font:15px/1.45 system-ui,"Segoe UI",sans-serif }
+body { margin:0; background:var(--page); color:var(--ink); font:15px/1.45 system-ui,"Segoe UI",sans-serif;
+  overflow-wrap:anywhere }
 main { max-width:1040px; margin:0 auto; padding:28px 20px 48px }
-h1 { font-size:22px; line-height:1.25; margin:0; overflow-wrap:anywhere }
-h2 { font-size:15px; font-weight:600; margin:0 0 8px } h3 { font-size:14px; margin:14px 0 6px; overflow-wrap:anywhere }
+h1 { font-size:22px; line-height:1.25; margin:0 }
+h2 { font-size:15px; font-weight:600; margin:0 0 8px } h3 { font-size:14px; margin:14px 0 6px }
 small, .muted, .subtitle { color:var(--muted) }
-.subtitle { margin:4px 0 0; overflow-wrap:anywhere }
+.subtitle { margin:4px 0 0 }
 .tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(140px,1fr)); gap:12px; margin:20px 0 12px }
 .tile, .card { background:var(--card); border:1px solid var(--grid); border-radius:10px }
 .tile { padding:10px 14px; display:flex; flex-direction:column; min-width:0 }
@@ -268,7 +269,7 @@ small, .muted, .subtitle { color:var(--muted) }
 .tile strong { font-size:20px; font-variant-numeric:tabular-nums }
 .card { padding:14px 16px; margin:0 0 12px; min-width:0 }
 .notices { list-style:none; margin:0 0 12px; padding:0 }
-.notices li { padding:9px 14px; margin-bottom:6px; border-radius:8px; border-left:4px solid; overflow-wrap:anywhere;
+.notices li { padding:9px 14px; margin-bottom:6px; border-radius:8px; border-left:4px solid;
   white-space:pre-line }
 .notices b { margin-right:4px } .notices i { font-style:normal; font-weight:600 }
 .notices .warning { background:var(--warnbg); border-color:var(--warn) } .warning b { color:var(--warn) }
@@ -276,29 +277,28 @@ small, .muted, .subtitle { color:var(--muted) }
 .scroll { overflow-x:auto }
 table { border-collapse:collapse; font-size:13.5px; font-variant-numeric:tabular-nums; width:100% }
 th, td { text-align:right; padding:5px 0 5px 16px; border-bottom:1px solid var(--grid); white-space:nowrap }
-th:first-child { text-align:left; padding-left:0; white-space:normal; min-width:8em; max-width:18em;
-  overflow-wrap:anywhere }
+th:first-child { text-align:left; padding-left:0; white-space:normal; min-width:8em; max-width:18em }
 thead th { color:var(--muted); font-weight:500 } tbody th { font-weight:600 }
 dl { margin:10px 0 0; font-size:13.5px; display:grid; grid-template-columns:minmax(0,14em) minmax(0,1fr);
-  gap:4px 14px } dt { font-weight:600; overflow-wrap:anywhere } dd { margin:0; overflow-wrap:anywhere }
+  gap:4px 14px } dt { font-weight:600 } dd { margin:0 }
 .path { display:block; color:var(--muted); font-size:12.5px }
 .mix { display:grid; grid-template-columns:minmax(0,12em) minmax(60px,1fr) 4em minmax(0,15em); gap:4px 12px;
   align-items:center; font-size:13.5px; margin:5px 0 }
-.mix .name { overflow-wrap:anywhere } .mix .figure { text-align:right; font-variant-numeric:tabular-nums }
+.mix .figure { text-align:right; font-variant-numeric:tabular-nums }
 .mix .bar { background:var(--grid); border-radius:4px; height:11px; overflow:hidden }
 .mix .bar i { display:block; height:100%; background:var(--bar) }
 .lengths { display:grid; grid-template-columns:repeat(auto-fill,minmax(min(100%,320px),1fr)); gap:0 12px }
-figcaption { font-size:13.5px; font-weight:600; margin-bottom:4px; overflow-wrap:anywhere }
+figcaption { font-size:13.5px; font-weight:600; margin-bottom:4px }
 svg { display:block; width:100%; height:auto; max-width:520px }
 rect.bar { fill:var(--bar) } rect.over { fill:var(--over) }
 .axis { stroke:var(--axis) } .limit { stroke:var(--over); stroke-dasharray:4 3 }
 .tick { fill:var(--muted); font-size:11.5px; font-variant-numeric:tabular-nums }
 details { margin:4px 0 } summary { cursor:pointer }
-ol { font-size:13px; margin:6px 0; padding-left:3em; max-height:22em; overflow:auto } li { overflow-wrap:anywhere }
-article { margin:0 0 14px } .head { margin:0 0 4px; font-size:13.5px; overflow-wrap:anywhere }
+ol { font-size:13px; margin:6px 0; padding-left:3em; max-height:22em; overflow:auto }
+article { margin:0 0 14px } .head { margin:0 0 4px; font-size:13.5px }
 pre { margin:0; padding:10px 12px; background:var(--page); border:1px solid var(--grid); border-radius:8px;
-  font:13px/1.6 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
-  overflow-wrap:anywhere; overflow:hidden }
+  font:13px/1.6 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",monospace;
+  white-space:pre-wrap; overflow:hidden }
 pre span { unicode-bidi:isolate } /* right-to-left text must not reorder the tokens around it */
 pre .m { color:var(--muted) }
 .l { background:var(--learned); border-bottom:2px solid var(--edge); color:var(--ink) }

@@ -12,7 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -55,6 +55,11 @@ class Span:
     tokens: int
     broken: bool = False  # bytes that are no character, spelled out
     left_out: bool = False  # the place of an elision; its text says how much
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What spans that are shown alike have in common."""
+        return self.learned, self.special, self.broken, self.left_out
 
 
 class Pieces:
@@ -201,7 +206,7 @@ def shown(parts: Iterable[Span], marks: Marks = UNICODE) -> Iterator[tuple[str, 
         here = {t - place for t in range(place, place + len(part.text)) if t in trailing and not part.special}
         place += len(part.text)
         flat += [(piece, part, mark) for piece, mark in visible(part.text, here, marks)]
-    for (*_, mark), group in groupby(flat, lambda item: (*astuple(item[1])[1:3], *astuple(item[1])[4:], item[2])):
+    for (*_, mark), group in groupby(flat, lambda item: (*item[1].kind, item[2])):
         found = list(group)
         yield "".join(piece for piece, _, _ in found), found[0][1], mark
 

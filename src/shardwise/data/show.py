@@ -39,7 +39,8 @@ class _Column:
 
 def print_bill(bill: Bill, console: Console) -> None:
     """The table, the sources one by one, the packing and the rows that did not go in as they are."""
-    _print(console, f"tokenizer {bill.tokenizer}" + (f", template {bill.template}" if bill.template else ""), "dim")
+    template = f", template {one_line(bill.template)}" if bill.template else ""
+    _print(console, f"tokenizer {one_line(bill.tokenizer)}{template}", "dim")
     for title, sources in (("training data", bill.train), ("evaluation data", bill.eval)):
         if sources:
             console.print()
@@ -138,9 +139,7 @@ def _rate(value: float | None) -> str:
 
 def _print_source(source: SourceBill, console: Console) -> None:
     line = Text(one_line(source.name), style="bold")
-    line.append(f"  {one_line(source.format)}", style="not bold")
-    if source.reason:
-        line.append(f": {one_line(source.reason)}", style="not bold dim")
+    line.append(f"  {one_line(source.understood)}", style="not bold")
     console.print(line, soft_wrap=not console.is_terminal, highlight=False)
     ascii_only = console.options.ascii_only
     if bars := sparkline(source.lengths, max(8, min(32, console.width - 24)), ascii_only):

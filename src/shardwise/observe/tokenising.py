@@ -14,6 +14,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID
 from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
 from shardwise.data.visible import one_line
@@ -21,7 +22,7 @@ from shardwise.observe.progress import _duration, _mode, _rate
 
 _PLAIN_INTERVAL = 10.0  # seconds between lines in a log
 _MOST_BARS = 8
-_LONGEST_NAME = 24
+_WIDE = 70
 
 
 class TokenisingProgress:
@@ -41,9 +42,16 @@ class TokenisingProgress:
         self._tasks: dict[int, TaskID] = {}
         self._bars: Bars | None = None
         if self.mode == "live":
-            columns: list[ProgressColumn] = [_Name(), BarColumn(bar_width=20 if self._console.width >= 70 else 8)]
-            columns.append(_Figures(self._console.width))
-            self._bars = Bars(*columns, console=self._console, transient=True, refresh_per_second=5)
+            wide = self._console.width >= _WIDE
+            bar = BarColumn(bar_width=20 if wide else 8)
+            self._bars = Bars(
+                _Name(24 if wide else 12),
+                bar,
+                _Figures(self._console.width),
+                console=self._console,
+                transient=True,
+                refresh_per_second=5,
+            )
 
     def __enter__(self) -> Self:
         if self._bars:
@@ -73,16 +81,12 @@ class TokenisingProgress:
                 )
             return
         if source_index not in self._tasks:
-            self._tasks[source_index] = self._bars.add_task(
-                self._names[source_index], total=rows_total, visible=len(self._bars.tasks) < _MOST_BARS, tokens=0
-            )
-        self._bars.update(self._tasks[source_index], completed=rows_done, total=rows_total, tokens=tokens)
-        if rows_total is not None and rows_done >= rows_total and len(self._names) > _MOST_BARS:
-            self._bars.update(self._tasks[source_index], visible=False)
-            for task in self._bars.tasks:  # the next in line takes its place
-                if not task.visible and not task.finished:
-                    self._bars.update(task.id, visible=True)
-                    break
+            self._tasks[source_index] = self._bars.add_task(self._names[source_index], visible=False, tokens=0)
+        task = self._tasks[source_index]
+        self._bars.update(task, completed=rows_done, total=rows_total, tokens=tokens)
+        for place, one in enumerate(sorted(self._bars.tasks, key=lambda t: (t.finished, t.id))):
+            if one.visible != (place < _MOST_BARS):  # those at work first
+                self._bars.update(one.id, visible=not one.visible)
 
     def _plain(self, index: int, done: int, total: int | None, tokens: int, seconds: float) -> str:
         speed = done / seconds if seconds > 0 else 0.0
@@ -94,9 +98,13 @@ class TokenisingProgress:
 class _Name(ProgressColumn):
     """The name of a source, never read as markup."""
 
+    def __init__(self, most: int) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._most = most
+
     def render(self, task: Task) -> Text:
         name = Text(task.description)
-        name.truncate(_LONGEST_NAME, overflow="ellipsis")
+        name.truncate(self._most, overflow="ellipsis")
         return name
 
 
@@ -104,13 +112,13 @@ class _Figures(ProgressColumn):
     """Rows, rows per second, tokens and the time left: as much as the width holds."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._width = width
 
     def render(self, task: Task) -> Text:
         share = f"{task.percentage:3.0f}%" if task.total else f"{int(task.completed):,} rows"
         left = f"  ETA {_duration(task.time_remaining)}" if task.time_remaining is not None else ""
-        if self._width < 70:
+        if self._width < _WIDE:
             return Text(share + left, no_wrap=True)
         speed = f"  {_rate(task.speed)} rows/s" if task.speed else ""
         rows = f"  {int(task.completed):,} rows" if task.total else ""
