@@ -58,7 +58,9 @@ def test_preparing_writes_nothing(folder: Path) -> None:
     """`prepare` answers every question and starts no process."""
     trainer = shardwise.Trainer(shardwise.load_run(tiny_run(folder)).run, f"output={folder / 'third'}", "ranks=2")
     job = trainer.prepare()
-    assert job.ranks == 2 and job.run.backend == "gloo" and job.parameters > 10_000 and len(job.data.train) > 100
+    assert (
+        job.ranks == 2 and job.run.backend == "gloo" and job.parameters > 10_000 and job.data.total("documents") > 100
+    )
     assert trainer.prepare() is job
     assert not (folder / "third").exists()
 

@@ -473,7 +473,7 @@ def test_the_run_without_a_mistake_is_fine(folder: Path) -> None:
     (folder / "run.yaml").write_text(run_file({}))
     before = everything(folder)
     job = Trainer(folder / "run.yaml").prepare()
-    assert job.run.train.steps == 2 and len(job.data.train) == 1
+    assert job.run.train.steps == 2 and job.data.total("documents") == 1
     assert everything(folder) == before
 
 

@@ -129,7 +129,10 @@ def sample_at(found: Survey, place: str) -> Sample:
     number = int(last) - 1 if last.isascii() and last.isdigit() else None
     for name, one in _named(found):
         here = number if before in ("", name) else None
-        chosen = lambda row, where, here=here: row == here or where == place or where.endswith(f"/{place}")  # noqa: E731
+
+        def chosen(row: int, where: str, here: int | None = here) -> bool:
+            return row == here or where == place or where.endswith(f"/{place}")
+
         for sample in _rendered(found, name, one.spec, chosen):
             return sample
         if number is not None and not before:
