@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     chat = rows(tmp_path / "chat.jsonl", *(qa(f"question {n} {HOSTILE}", f"answer {n}") for n in range(30)))
     text = tmp_path / "notes.md"
     text.write_text("# Notes\n\n" + "Some words. " * 60)
-    return cli.write_run(tmp_path, tiny_run(tmp_path, data__train=[chat, str(text)], data__over_length="drop"))
+    return cli.write_run(tmp_path, tiny_run(tmp_path, data__train=[chat, str(text)], data__over_length="split"))
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[Any, str, str]:
@@ -47,8 +47,8 @@ def test_the_bill_and_two_examples_of_each_source(run: Path, capsys: pytest.Capt
     code, out, err = call(capsys, run)
     assert code == 0 and "error" not in err
     places = re.findall(r"^(\S+)  \S*?([^/\s]+)  [\d,]+ tokens, [\d,]+ learned", out, re.M)
-    assert places == [("chat.jsonl", "chat.jsonl:1"), ("chat.jsonl", "chat.jsonl:16"), ("notes.md", "notes.md")]
-    assert re.search(r"^chat.jsonl +30 +30 ", out, re.M) and re.search(r"^all +31 ", out, re.M)
+    assert places == [("chat", "chat.jsonl:1"), ("chat", "chat.jsonl:16"), ("notes", "notes.md")]
+    assert re.search(r"^chat +30 +30 ", out, re.M) and re.search(r"^all +31 ", out, re.M)
     assert "⟦answer 0<|im_end|>⟧" in out and "packing: " in out and "split over" in out
     assert "\x1b" not in out + err and "\u202e" not in out and "<U+001B>[2J[bold]x[/bold]<U+202E>" in out
     assert not (run.parent / "out").exists(), "nothing of the run itself is written"
@@ -79,7 +79,7 @@ def test_overrides_and_no_preview(run: Path, capsys: pytest.CaptureFixture[str])
 def test_json_and_nothing_else(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, run, "--json", "--html", run.parent / "sub" / "page.html")
     values = json.loads(out)
-    assert code == 0 and out.isascii() and [s["name"] for s in values["train"]] == ["chat.jsonl", "notes.md"]
+    assert code == 0 and out.isascii() and [s["name"] for s in values["train"]] == ["chat", "notes"]
     assert values["problems"] == [] and values["train"][0]["rows"] == 30
     assert values["packing"]["tokens"] == sum(s["tokens"] for s in values["train"])
     page = (run.parent / "sub" / "page.html").read_text()
@@ -98,9 +98,8 @@ def test_a_source_that_teaches_nothing_fails(tmp_path: Path, capsys: pytest.Capt
     long, longer = (rows(tmp_path / f"{n}.jsonl", *[qa("q", "many words " * n)] * 3) for n in (300, 400))
     run = cli.write_run(tmp_path, tiny_run(tmp_path, data__train=[good, long, longer], data__over_length="drop"))
     code, out, err = call(capsys, run)
-    assert code == 2 and "training data" in out, "the bill is shown all the same"
-    assert "error: data.train.1 = " in err and "no token of its 3 rows would be learned" in err
-    assert "error: data.train.2 = " in err and "(dropped)" in err and err.count("→") == 2
+    assert code == 2 and "error: data.train.1 = " in err and "none of its 3 rows has a token to learn" in err
+    assert "error: data.train.2 = " in err and "(3 dropped)" in err and err.count("→") == 2
     code, out, err = call(capsys, run, "--json")
     assert code == 2 and [p["field"] for p in json.loads(out)["problems"]] == ["data.train.1", "data.train.2"]
 

@@ -131,7 +131,8 @@ def sample_at(found: Survey, place: str) -> Sample:
         here = number if before in ("", name) else None
 
         def chosen(row: int, where: str, here: int | None = here) -> bool:
-            return row == here or where == place or where.endswith(f"/{place}")
+            file = before if number == 0 else place  # FILE:1 of a file that is one row
+            return row == here or where in (place, file) or where.endswith((f"/{place}", f"/{file}"))
 
         for sample in _rendered(found, name, one.spec, chosen):
             return sample
