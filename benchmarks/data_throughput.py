@@ -12,10 +12,12 @@ the tokenizer, with marks of what the assistant says added to its template, sinc
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
 import shutil
+import sysconfig
 import tempfile
 import threading
 import time
@@ -62,19 +64,41 @@ class Peak:
 
 
 def make(file: Path, rows: int) -> None:
-    """Conversations of 1 to 4 exchanges whose lengths are spread as real ones are (log-normal)."""
+    """Conversations of 1 to 4 exchanges: passages of documentation, of lengths that are spread as real ones are."""
     rng = random.Random(0)
-    words = [w for w in Path(__file__).parents[1].joinpath("README.md").read_text().split() if w.isascii()]
-    words += ["the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "as", "with", "model", "answer"] * 40
+    words = _documentation()
+
+    def passage(mean: float) -> str:
+        size = _size(rng, mean)
+        at = rng.randrange(len(words) - size)
+        return " ".join(words[at : at + size])
+
     with file.open("w") as out:
         for _ in range(rows):
             messages = []
             if rng.random() < 0.3:
-                messages.append({"role": "system", "content": " ".join(rng.choices(words, k=12))})
+                messages.append({"role": "system", "content": passage(2.5)})
             for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
-                messages.append({"role": "user", "content": " ".join(rng.choices(words, k=_size(rng, 2.8)))})
-                messages.append({"role": "assistant", "content": " ".join(rng.choices(words, k=_size(rng, 4.0)))})
+                messages.append({"role": "user", "content": passage(2.8)})
+                messages.append({"role": "assistant", "content": passage(4.0)})
             out.write(json.dumps({"messages": messages}) + "\n")
+
+
+def _documentation() -> list[str]:
+    """The words of all docstrings of the standard library and the installed packages, with their line breaks."""
+    words: list[str] = []
+    for folder in {sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]}:
+        for source in sorted(Path(folder).rglob("*.py")):
+            try:
+                tree = ast.parse(source.read_text(encoding="utf-8"))
+            except (SyntaxError, ValueError, OSError, RecursionError):
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                    words += (ast.get_docstring(node) or "").replace("<|", "< |").split(" ")
+            if len(words) > 3_000_000:
+                return words
+    return words
 
 
 def _size(rng: random.Random, mean: float) -> int:
@@ -96,10 +120,9 @@ def ours(file: Path, workers: int, tokenizer_folder: Path | None) -> dict[str, A
         "data": {"train": str(file), "sequence_length": LENGTH, "workers": workers, "over_length": "truncate"},
     }, []).run  # fmt: skip
     tokenizer = find_model(run.model).load_tokenizer()
+    tokenizer.chat_template = CHATML
     if tokenizer_folder:
-        tokenizer.chat_template = CHATML
         tokenizer.save_pretrained(tokenizer_folder)
-        tokenizer = find_model(run.model).load_tokenizer()
     from shardwise.data.loader import Loader
     from shardwise.data.mixing import SourceStream
     from shardwise.data.prepare import prepare_data

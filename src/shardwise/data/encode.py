@@ -1,0 +1,179 @@
+"""Text to tokens, and from a place in the text to the token that begins there.
+
+[Note: words] A byte-level tokenizer cuts text into words by a pattern before it merges the bytes of each. Words repeat,
+and looking one up is several times faster than merging it again: so ASCII text is cut here, by the same patterns for
+ASCII, and each new word is tokenised once. Which pattern a tokenizer has is found by trying: one is used only if it
+gives the tokenizer's own tokens for a thousand strings made for the purpose, and one text in 64 is tokenised both ways
+for ever after. Other text, and tokenizers that no pattern fits (SentencePiece, those that merge across blanks, those
+whose special tokens swallow blanks), take the tokenizer's own way.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+
+BATCH = 32  # texts that are tokenised in one call; more at a time is slower (their encodings leave the cache)
+PATTERNS = [
+    # GPT-2 and those that took its cut over
+    r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+",
+    # the same, each digit by itself
+    r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?=[0-9])|\s+(?!\S)|\s+",
+    # Llama 3, Qwen and other heirs of GPT-4; digits in any grouping stay together
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]+| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
+KEPT = 1 << 18  # words
+CHECKED = 64  # one text in so many is tokenised both ways
+PROBES = 1000
+WORDS = ["the", "The", "don't", "IT'S", "I'll", "2024", "1,000.5", "http://a.b/c?d=e", "foo_bar", "C++", "\n\n", "\t"]
+ASCII = [chr(c) for c in range(1, 128)] + list("abcXYZ019 .,'\"-_<>|\n\n\r\t   ") * 6
+Piece = tuple[list[int], list[int]]  # token ids, and at which character of the piece each begins
+
+
+class Encoded:
+    """Tokens of a text, made by the tokenizer in one go."""
+
+    def __init__(self, encoding: Any, length: int) -> None:
+        self._encoding, self._length = encoding, length
+        self.ids = np.array(encoding.ids, dtype=np.int32)
+
+    def first_from(self, place: int) -> int:
+        """The first token that begins at this character or later; a token without width counts where it stands."""
+        encoding = self._encoding
+        if place >= self._length:
+            return len(encoding)
+        token = encoding.char_to_token(place)
+        if token is None:  # characters that the normaliser took away: no token covers them
+            begins = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
+            late = np.flatnonzero(begins >= place)
+            return int(late[0]) if len(late) else len(encoding)
+        begin, _ = encoding.token_to_chars(token)
+        return int(token) if begin >= place else int(token) + 1
+
+
+class Joined:
+    """Tokens of a text, joined from those of its pieces."""
+
+    def __init__(self, texts: list[str], pieces: list[Piece]) -> None:
+        self._texts, self._pieces = texts, pieces
+        self.ids = np.array(list(chain.from_iterable([p[0] for p in pieces])), dtype=np.int32)
+        self._places: list[int] = []
+        self._tokens: list[int] = []
+
+    def first_from(self, place: int) -> int:
+        """The first token that begins at this character or later."""
+        if not self._places:
+            self._places = list(accumulate(map(len, self._texts), initial=0))
+            self._tokens = list(accumulate((len(p[0]) for p in self._pieces), initial=0))
+        index = min(bisect_right(self._places, place), len(self._pieces)) - 1
+        inside = place - self._places[index]
+        return self._tokens[index] + sum(begin < inside for begin in self._pieces[index][1])
+
+
+class Encoder:
+    """Tokenises texts with the inner part of a fast tokenizer; adds no special tokens of its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._known: dict[str, Piece] = {}
+        self._count = 0
+        self._words = next((c for c in map(partial(_Cut, inner), PATTERNS) if c.fits(inner)), None)
+
+    @property
+    def by_words(self) -> bool:
+        """Whether ASCII text is tokenised word by word."""
+        return self._words is not None
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Encoded | Joined]:
+        """Tokens of each text."""
+        for at in range(0, len(texts), BATCH):
+            some = texts[at : at + BATCH]
+            plain = [self._words is not None and text.isascii() for text in some]
+            by_words = iter(self._by_words([t for t, p in zip(some, plain, strict=True) if p]))
+            whole = iter(self._whole([t for t, p in zip(some, plain, strict=True) if not p]))
+            yield from (next(by_words if p else whole) for p in plain)
+
+    def _whole(self, texts: Sequence[str]) -> list[Encoded]:
+        if not texts:
+            return []
+        encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        return [Encoded(e, len(t)) for e, t in zip(encodings, texts, strict=True)]
+
+    def _by_words(self, texts: Sequence[str]) -> list[Joined]:
+        if not texts:
+            return []
+        assert self._words is not None
+        cut = [self._words(text) for text in texts]
+        known = self._learned({piece for pieces in cut for piece in pieces})
+        joined = []
+        for text, pieces in zip(texts, cut, strict=True):
+            one = Joined(pieces, [known[piece] for piece in pieces])
+            if self._count % CHECKED == 0:
+                whole = self._inner.encode(text, add_special_tokens=False).ids
+                assert whole == one.ids.tolist(), f"words and whole differ: {text!r}"
+            self._count += 1
+            joined.append(one)
+        return joined
+
+    def _learned(self, pieces: set[str]) -> dict[str, Piece]:
+        """Everything known, these pieces with it."""
+        if len(self._known) > KEPT:
+            self._known = {}
+        new = [piece for piece in pieces if piece not in self._known]
+        encodings = self._inner.encode_batch(new, add_special_tokens=False)
+        for piece, encoding in zip(new, encodings, strict=True):
+            self._known[piece] = (encoding.ids, [begin for begin, _ in encoding.offsets])
+        return self._known
+
+
+class _Cut:
+    """Cuts ASCII text into special tokens and words."""
+
+    def __init__(self, inner: Any, pattern: str) -> None:
+        self._added = list(inner.get_added_tokens_decoder().values())
+        marks = sorted((t.content for t in self._added), key=len, reverse=True)
+        self._marks = re.compile("(" + "|".join(map(re.escape, marks)) + ")") if marks else None
+        # To Python \x1c to \x1f are white space, to tokenizers they are not.
+        explicit = pattern.replace(r"[^\s", r"[^\t-\r ").replace(r"\s", r"[\t-\r ]").replace(r"\S", r"[^\t-\r ]")
+        self._words = re.compile(explicit)
+
+    def __call__(self, text: str) -> list[str]:
+        if self._marks is None:
+            return self._words.findall(text)
+        pieces: list[str] = []
+        for index, part in enumerate(self._marks.split(text)):
+            if index % 2:
+                pieces.append(part)
+            elif part:
+                pieces += self._words.findall(part)
+        return pieces
+
+    def fits(self, inner: Any) -> bool:
+        """Whether a tokenizer gives the same tokens for ASCII text when it is cut like this."""
+        if any(t.lstrip or t.rstrip or t.single_word or not t.content.strip() for t in self._added):
+            return False
+        rng, marks = random.Random(0), [t.content for t in self._added if t.content.isascii()]
+        for _ in range(PROBES):
+            parts = []
+            for _ in range(rng.randint(1, 12)):
+                kind = rng.random()
+                if kind < 0.4:
+                    parts.append(rng.choice(WORDS))
+                elif kind < 0.9 or not marks:
+                    parts.append("".join(rng.choices(ASCII, k=rng.randint(1, 6))))
+                else:
+                    parts.append(rng.choice(marks))
+            text = rng.choice([" ", " ", "", "  "]).join(parts)
+            pieces = self(text)
+            apart = [inner.encode(piece, add_special_tokens=False).ids for piece in pieces]
+            whole = inner.encode(text, add_special_tokens=False).ids
+            if "".join(pieces) != text or list(chain.from_iterable(apart)) != whole:
+                return False
+        return True
