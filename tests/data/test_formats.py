@@ -268,6 +268,22 @@ def test_prompts_of_messages_are_a_chat_whose_prompt_is_not_learned() -> None:
     assert 'has "system", which strings' in problem(good | {"system": "S"}, good)
 
 
+def test_pictures_beside_a_conversation_are_refused() -> None:
+    row = {"conversations": [{"from": "human", "value": "<image> what is it?"}, {"from": "gpt", "value": "a dog"}]}
+    assert len(example(row | {"images": [], "video": None}).messages) == 2
+    assert 'something under "image"; only text can be learned' in problem(row | {"image": "dog.jpg"}, row)
+    assert example({"text": "an article", "image": "https://x/y.jpg"}).text == "an article"
+
+
+def test_chat_names_serve_for_sharegpt_too() -> None:
+    row = {"log": {"turns": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}}
+    assert example(row, fields={"messages": "log.turns"}).messages == (USER, SAID)
+    row = {"log": [{"who": "human", "what": "q"}, {"who": "gpt", "what": "a"}]}
+    fields = {"messages": "log", "role": "who", "content": "what"}
+    for format in ("auto", "chat", "sharegpt"):
+        assert example(row, format=format, fields=fields).messages == (USER, SAID)
+
+
 def test_segments() -> None:
     good = {"segments": [{"text": "x", "label": True}]}
     assert "at least one segment" in problem({"segments": []}, good)

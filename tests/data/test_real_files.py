@@ -167,6 +167,9 @@ FILES = [
     File("text.jsonl", lines({"text": "a\u2028b\u0085c"}, TEXT), "text", {"text": "a\u2028b\u0085c"}, 2),
     File("code.parquet", parquet([{"code": "x = 1", "repo": "r"}]), "text", {"text": "x = 1"}, reason="code (as text)"),
     File("pandas.json", json.dumps({"text": {"0": "a", "1": "b"}, "n": {"0": 1, "1": 2}}).encode(), "text", {"text": "a"}, 2),
+    File("by-id.json", json.dumps({"id1": {"text": "a"}, "id2": {"text": "b"}}).encode(), "text", {"text": "a"}, 2),
+    File("one-translation.json", json.dumps({"translation": {"en": "dog", "de": "Hund"}}).encode(), "pair", {"text": "Hund"}, set={"fields": {"source": "translation.en", "target": "translation.de"}}),
+    File("deep-columns.json", f'{{"text": ["a", "b"], "x": [1, {"[" * 800}{"]" * 800}]}}'.encode(), error=("deep-columns.json rows 1 to 2", "nested too deeply")),
     File("nan.jsonl", lines('{"text": "a", "score": NaN, "top": Infinity}'), "text", {"text": "a"}),
     File("nul-escape.jsonl", lines('{"text": "a\\u0000b"}'), "text", {"text": "a\0b"}),
     # segments, tokens, preferences, KTO, pairs
