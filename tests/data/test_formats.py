@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,14 @@ def test_tool_calls_of_any_writing_become_one() -> None:
     assert "tool_calls" not in example({"messages": [USER, SAID | {"tool_calls": []}]}).messages[1]
     message = {"role": "tool", "content": {"temperature": 3, "at": "Köln"}}
     assert example({"messages": [USER, message]}).messages[1]["content"] == '{"temperature": 3, "at": "Köln"}'
+
+
+def test_chat_examples_are_whole() -> None:
+    """They are made by a short cut."""
+    taken = example({"messages": [USER, SAID]})
+    plain = Example("rows:1", 0, "chat", (USER, SAID))
+    assert taken == plain == pickle.loads(pickle.dumps(taken)) and repr(taken) == repr(plain)
+    assert asdict(taken) == asdict(plain) and replace(taken, text="x").messages == (USER, SAID)
 
 
 def test_reasoning_is_kept() -> None:
