@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,14 @@ def test_tool_calls_of_any_writing_become_one() -> None:
     assert example({"messages": [USER, message]}).messages[1]["content"] == '{"temperature": 3, "at": "Köln"}'
 
 
+def test_chat_examples_are_whole() -> None:
+    """They are made by a short cut."""
+    taken = example({"messages": [USER, SAID]})
+    plain = Example("rows:1", 0, "chat", (USER, SAID))
+    assert taken == plain == pickle.loads(pickle.dumps(taken)) and repr(taken) == repr(plain)
+    assert asdict(taken) == asdict(plain) and replace(taken, text="x").messages == (USER, SAID)
+
+
 def test_reasoning_is_kept() -> None:
     row = {"messages": [USER, SAID | {"reasoning_content": "hm"}]}
     assert example(row).messages[1] == SAID | {"reasoning_content": "hm"}
@@ -266,6 +276,22 @@ def test_prompts_of_messages_are_a_chat_whose_prompt_is_not_learned() -> None:
     assert "has no string" in problem({"prompt": "x", "completion": 5}, {"prompt": "x", "completion": "y"})
     good = {"prompt": "x", "completion": "y", "system": ""}
     assert 'has "system", which strings' in problem(good | {"system": "S"}, good)
+
+
+def test_pictures_beside_a_conversation_are_refused() -> None:
+    row = {"conversations": [{"from": "human", "value": "<image> what is it?"}, {"from": "gpt", "value": "a dog"}]}
+    assert len(example(row | {"images": [], "video": None}).messages) == 2
+    assert 'something under "image"; only text can be learned' in problem(row | {"image": "dog.jpg"}, row)
+    assert example({"text": "an article", "image": "https://x/y.jpg"}).text == "an article"
+
+
+def test_chat_names_serve_for_sharegpt_too() -> None:
+    row = {"log": {"turns": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}}
+    assert example(row, fields={"messages": "log.turns"}).messages == (USER, SAID)
+    row = {"log": [{"who": "human", "what": "q"}, {"who": "gpt", "what": "a"}]}
+    fields = {"messages": "log", "role": "who", "content": "what"}
+    for format in ("auto", "chat", "sharegpt"):
+        assert example(row, format=format, fields=fields).messages == (USER, SAID)
 
 
 def test_segments() -> None:

@@ -119,10 +119,18 @@ def source_notes(source: Source, field: str) -> list[str]:
         return [] if source.split else [f"split train of {tables.hub_name(source.path)} is taken"]
     files, notes = _find(source, field)
     for file in files:
+        if _kind(file) == "lines" and _begins_a_list(file, field):
+            notes.append(f"{file}: not lines but one JSON list, and read as that")
         if _kind(file) == "json":
             _, note = json_layout(file, source, field)
             notes += [f"{file}: {note}"] if note else []
     return notes
+
+
+def _begins_a_list(file: Path, field: str) -> bool:
+    """A JSON list of rows is often called .jsonl; as lines, not one of them would be a row."""
+    with Input(file, field) as stream:
+        return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", stream.head) is not None
 
 
 # Which files
@@ -260,7 +268,7 @@ def _cut(kind: str, files: list[Path], source: Source, field: str) -> Iterator[P
     for file in files:
         if kind in ("parquet", "arrow"):
             yield from tables.cut_table(file, kind, field)
-        elif kind == "json":
+        elif kind == "json" or (kind == "lines" and _begins_a_list(file, field)):
             yield from cut_json(file, source, field)
         else:
             with Input(file, field) as stream:

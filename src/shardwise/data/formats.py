@@ -21,6 +21,9 @@ from shardwise.errors import UserError
 SAMPLE = 100  # rows that detection looks at
 TEXTS = ("text", "content", "code", "body", "document", "raw_content", "page_content", "passage", "markdown")
 CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
+SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}  # chat's names for the same
+MEDIA = frozenset(f"{medium}{s}" for medium in ("image", "audio", "video") for s in ("", "s"))
+TURNS = {"chat", "sharegpt", "preference", "kto"}
 EXTRAS = {"system": ("system", "system_prompt"), "tools": ("tools", "functions")}
 
 
@@ -122,7 +125,7 @@ def _check_fields(source: Source, field: str) -> None:
     formats = FORMATS.values() if source.format == "auto" else [FORMATS[source.format]]
     known = sorted({name for f in formats for name in (*f.needed, *f.optional, *f.inner)})
     for name in source.fields:
-        if name not in known:
+        if name not in known and not (source.format == "sharegpt" and name in SHAREGPT):
             problem = f"{name} is no name of ours" + (f" for {source.format}" if source.format != "auto" else "")
             raise UserError(f"{field}.fields", source.fields, problem, f"use {', '.join(known)}")
 
@@ -130,6 +133,8 @@ def _check_fields(source: Source, field: str) -> None:
 def _fit(name: str, rows: list[dict[str, Any]], source: Source) -> tuple[dict[str, str], float]:
     """The columns that bear the names of a format, and the share of rows for which they suit it."""
     shape, given = FORMATS[name], source.fields
+    if name == "sharegpt":
+        given = {SHAREGPT.get(key, key): column for key, column in given.items()}
     own = {*shape.needed, *shape.optional, *shape.inner}
     if any(key not in own for key in given):
         return {}, 0.0
@@ -238,6 +243,8 @@ def understand(raw: Raw, detected: Detected, source: Source) -> Example:
                     f"is plain text, but the source is read as {detected.format}", "give it a source of its own"
                 )
             return Example(raw.where, raw.number, "text", text=whole(raw.value))
+        if detected.format in TURNS and not MEDIA.isdisjoint(raw.value):
+            _refuse_media(raw)
         return READERS[detected.format](raw, detected.columns)
     except Misfit as error:
         raise error.in_row(raw) from None
@@ -246,3 +253,11 @@ def understand(raw: Raw, detected: Detected, source: Source) -> Example:
     except Exception as error:  # one odd row must not end a run of many hours
         problem = f"the row cannot be understood ({type(error).__name__}: {error})"
         raise BadRow(raw.where, raw.number, problem, "mend or delete the row") from None
+
+
+def _refuse_media(raw: Raw) -> None:
+    """Turns that speak of a picture beside them would be learned without it."""
+    for column in MEDIA & raw.value.keys():
+        if raw.value[column] and not absent(raw.value[column]):
+            problem = f'the row has something under "{column}"; only text can be learned'
+            raise Misfit(problem, "leave such rows out (data.on_bad_row: skip), or remove the column")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -279,7 +280,9 @@ def _object_layout(
     if one_row or not kinds:
         return "row", "the object is taken as one row"
     sorts = {kind for kind, _, _ in kinds.values()}
-    if (sorts <= {"rows", "list"} and "list" in sorts and (len(lengths) == 1 or not lists)) or sorts == {"object"}:
+    if (sorts <= {"rows", "list"} and "list" in sorts and (len(lengths) == 1 or not lists)) or (
+        sorts == {"object"} and len(kinds) > 1
+    ):
         return "columns", f"the object is taken as columns ({', '.join(list(kinds)[:8])})"
     if len(lists) == 1 or "train" in lists:
         key = lists[0] if len(lists) == 1 else "train"
@@ -310,15 +313,24 @@ def _whole_json(file: Path, layout: str, field: str) -> Iterator[Part]:
         problem = f"its columns ({', '.join(list(value)[:8])}) are not of one length"
         raise UserError(field, str(file), problem, "write a list of rows, or .jsonl")
     for start in range(0, len(rows), CHUNK_ROWS):
-        yield Plain(str(file), start + 1, tuple(rows[start : start + CHUNK_ROWS]))
+        part = Plain(str(file), start + 1, tuple(rows[start : start + CHUNK_ROWS]))
+        try:
+            pickle.dumps(part)  # as it will be on its way to a worker
+        except RecursionError:
+            where = f"{file} rows {start + 1} to {start + part.rows}"
+            raise UserError(field, where, "a value is nested too deeply", "flatten it, or write .jsonl") from None
+        yield part
 
 
-def _rows_of_columns(value: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _rows_of_columns(value: dict[str, Any]) -> list[Any] | None:
+    """Rows of columns of one length, or of objects by id (pandas writes both)."""
+    objects = [column for column in value.values() if isinstance(column, dict)]
+    if objects and not all(key.isdecimal() for column in objects for key in column):
+        return list(value.values())
+    if any(column.keys() != objects[0].keys() for column in objects):
+        return None
     columns = {name: list(c.values()) if isinstance(c, dict) else c for name, c in value.items()}
-    if (
-        len({len(c) for c in columns.values()}) != 1
-        or len({tuple(c) for c in value.values() if isinstance(c, dict)}) > 1
-    ):
+    if len({len(column) for column in columns.values()}) != 1:
         return None
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

@@ -88,7 +88,12 @@ def _chat(raw: Raw, columns: Columns, name: str = "messages", keys: tuple[str, s
         if weights and len(messages) > before:
             weights = (None, *weights)
     tools = read_tools(_get(raw, columns, "tools")) if "tools" in columns else ()
-    return Example(raw.where, raw.number, "chat", messages, tools, weights)
+    # As Example(…), whose frozen fields are set one by one: 1.9 µs against 0.5, of the 8 that a short row takes.
+    example = object.__new__(Example)
+    example.__dict__.update(
+        where=raw.where, number=raw.number, kind="chat", messages=messages, tools=tools, weights=weights
+    )
+    return example
 
 
 def _sharegpt(raw: Raw, columns: Columns) -> Example:

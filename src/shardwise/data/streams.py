@@ -107,6 +107,15 @@ def zstd_library() -> Any:
     return zstandard
 
 
+IMPOSTORS = (  # how files begin that are not what their suffix says
+    (b"\xff\xfe", "is not UTF-8 text (it is UTF-16)", "convert the file to UTF-8"),
+    (b"\xfe\xff", "is not UTF-8 text (it is UTF-16)", "convert the file to UTF-8"),
+    (b"\x1f\x8b", "is compressed by gzip, which its name does not say", "add .gz to its name"),
+    (b"\x28\xb5\x2f\xfd", "is compressed by zstd, which its name does not say", "add .zst to its name"),
+    (b"version https://git-lfs", "is a Git LFS pointer to the data, not the data", "fetch them with `git lfs pull`"),
+)
+
+
 class Input:
     """A file read forward; what goes wrong is told with the line it went wrong at."""
 
@@ -114,11 +123,12 @@ class Input:
         self.path, self.field, self.line = path, field, 1
         try:
             self.file = open_bytes(path)
-            head = self.file.peek(2)[:2]  # type: ignore[attr-defined]
+            self.head: bytes = self.file.peek(64)[:64]  # type: ignore[attr-defined]
         except BROKEN as error:
             raise self.mistake(error) from None
-        if head in (b"\xff\xfe", b"\xfe\xff"):
-            raise UserError(field, str(path), "is not UTF-8 text (it is UTF-16)", "convert the file to UTF-8")
+        for start, problem, remedy in IMPOSTORS:
+            if self.head.startswith(start):
+                raise UserError(field, str(path), problem, remedy)
 
     def read(self, size: int) -> bytes:
         """The next bytes; fewer than asked for only at the end."""

@@ -271,7 +271,7 @@ def cut_hub(source: Source, field: str) -> Iterator[Batch | Plain]:
         return
     held: list[Any] = []
     size = 0
-    rows = iter(loaded.decode(False) if getattr(loaded, "features", None) else loaded)
+    rows = iter(loaded.decode(False) if hasattr(loaded, "decode") and loaded.features else loaded)  # images stay bytes
     while True:
         try:
             value = next(rows)
