@@ -12,7 +12,8 @@ import pytest
 
 from shardwise.config.load import load_run
 from shardwise.data.examples import BadRow, Example
-from shardwise.data.expression import FUNCTIONS, Expression
+from shardwise.data.expression import Expression
+from shardwise.data.operations import FUNCTIONS
 from shardwise.errors import UserError
 
 ROW: dict[str, Any] = {
