@@ -141,6 +141,17 @@ def test_bands_find_pairs_at_the_threshold() -> None:
 
 def test_nothing_to_compare(tmp_path: Path) -> None:
     assert not len(find(tmp_path, NEAR)) and not len(find(tmp_path, EXACT, []))
+    assert not len(find(tmp_path, NEAR, examples(documents(20, 6))))
+    assert [file.name for file in (tmp_path / "keys").iterdir()] == ["where"]  # the rest is large and of no use
+
+
+def test_chunks_come_in_order(tmp_path: Path) -> None:
+    finder = DuplicateFinder(EXACT, tmp_path)
+    rows = examples(documents(4, 6))
+    finder.add(0, row_keys(rows[2:], EXACT))
+    finder.add(1, row_keys(rows, EXACT))
+    with pytest.raises(AssertionError, match="in order"):
+        finder.add(0, row_keys(rows[:2], EXACT))
 
 
 @pytest.fixture(scope="module")

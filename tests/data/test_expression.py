@@ -12,7 +12,8 @@ import pytest
 
 from shardwise.config.load import load_run
 from shardwise.data.examples import BadRow, Example
-from shardwise.data.expression import FUNCTIONS, Expression
+from shardwise.data.expression import Expression
+from shardwise.data.operations import FUNCTIONS
 from shardwise.errors import UserError
 
 ROW: dict[str, Any] = {
@@ -220,12 +221,12 @@ def test_a_row_that_cannot_be_told_is_bad(text: str, problem: str) -> None:
 def test_catastrophic_patterns_are_stopped(pattern: str) -> None:
     row = {"t": "a" * 60 + "x" * 60 + "," * 40 + "b", "many": list(range(50))}
     rule = Expression(f"any(matches(t, '{pattern}') and x < 0 for x in many)")
-    begin = time.monotonic()
+    begin = time.process_time()
     try:
         assert rule.matches(row, EXAMPLE) is False
     except BadRow as bad:
         assert "takes longer than 1 s" in bad.problem
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 3
 
 
 def test_steps_are_bounded() -> None:

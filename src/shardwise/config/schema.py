@@ -134,7 +134,7 @@ class Refine(Section):
     """Rows that are left out before training; each is written to a file with its reason."""
 
     min_tokens: Whole = Field(default=0, ge=0, description="shorter rows are left out")
-    max_tokens: Whole | None = Field(default=None, ge=1, description="longer rows are left out")
+    max_tokens: Count | None = Field(default=None, description="longer rows are left out")
     duplicates: Literal["keep", "exact", "near"] = Field(
         default="keep", description="leave out repeats, or near repeats too (MinHash, by `similarity`)"
     )

@@ -69,7 +69,8 @@ class EvalNgrams:
         owners = np.searchsorted(np.cumsum(counts), marked[true], "right")
         for owner, place in zip(owners.tolist(), places[true].tolist(), strict=True):
             if found[owner] is None:
-                found[owner] = f"{self.words} words in a row as in {self._wheres[self._rows[place]]}"
+                shared = f"{self.words} words in a row" if counts[owner] > 1 else "all its words"
+                found[owner] = f"{shared} are in {self._wheres[self._rows[place]]}"
         return found
 
 

@@ -9,8 +9,9 @@ stays, so nothing is lost that is not still there in much the same words.
 [Note: minhash] Workers make keys of chunks of rows (`row_keys`); the parent collects them in files (`DuplicateFinder`).
 A row has a few band keys, each of some minimum hashes; rows that share one are candidates, and every candidate is
 verified on the n-grams themselves, so false alarms cost time only. Bands are chosen so that a pair at the threshold
-is found with 99%. Own numpy code: datasketch took 11 times as long per row (benchmarks/duplicates.py), and its index
-keeps Python objects per band in memory, while here a row costs 8 bytes per band on disk and about 50 in memory.
+is found with 99%. Own numpy code, because the index must not grow in memory with the source: datasketch 2.0 holds 6 KB
+in Python objects per row of 146 words (and takes 3 times as long: benchmarks/duplicates.py); here it is 100 bytes in
+memory, 700 where nearly all rows are alike, and the keys on disk while rows are compared.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class DuplicateFinder:
                 self._append(f"band{band}", np.ascontiguousarray(keys.bands[:, band]))
 
     def removed(self) -> Removals:
-        """All rows that go, once every chunk has been added."""
+        """All rows that go, once every chunk has been added; of the files only the places of rows are left."""
         for file in self._files.values():
             file.close()
         original = self._exact()
@@ -205,7 +206,10 @@ class DuplicateFinder:
             "where_begin": ends - lengths[original[gone]],
             "where_end": ends,
         }
-        return Removals(found, self._read("where", np.uint8))
+        wheres = self._read("where", np.uint8)
+        for name in self._files.keys() - {"where"}:
+            (self.folder / name).unlink()
+        return Removals(found, wheres)
 
     def _exact(self) -> np.ndarray:
         """For each row the first that is the same, -1 if that is itself."""

@@ -5,7 +5,7 @@
 Names are columns of the row, `a.b`, `a["b"]` and `a[0]` parts of them; what is not there is None. `row` is the whole
 row (for names that are not words: row["my column"]), `text` everything the example says, `turns` its messages without
 the system prompt, each unless the row has a column of that name. Literals, lists, comparisons (`is None` too),
-and/or/not, in, + - * / // %, the functions of `FUNCTIONS`, and any/all over `… for x in a_list`.
+and/or/not, in, + - * / // %, the functions of operations.py, and any/all over `… for x in a_list`.
 
 The text is parsed into a tree of Python's grammar and every node that is not known is refused when the config is
 loaded, with its place; nothing is ever evaluated by Python itself. [Note: bounded] What a filter may cost is bounded:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import operator
 import re
 import time
 import warnings
@@ -27,15 +26,24 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.data.examples import BadRow, Example
-from shardwise.data.words import text_of, words_of
+from shardwise.data.operations import (
+    ARITHMETIC,
+    COMPARISONS,
+    FUNCTIONS,
+    Undecided,
+    as_list,
+    as_number,
+    as_text,
+    kind_of,
+)
+from shardwise.data.words import text_of
 from shardwise.errors import UserError
 
 LONGEST, DEEPEST = 4000, 40  # characters of a filter, levels of nesting
 STEPS = 100_000  # turns of any/all that one row may take
 LONGEST_PATTERN, LARGEST_REPEAT = 1000, 10_000  # the pattern library writes x{1000} out when it compiles
-SECONDS = 1.0  # for one pattern on one row
+SECONDS = 1.0  # of processor time (what the pattern library counts) for the patterns on one row
 
-Number = int | float
 FIELD = "data.refine.filter"
 
 
@@ -62,13 +70,6 @@ class _Refused(Exception):
 
     def __init__(self, node: ast.AST, problem: str, remedy: str) -> None:
         self.node, self.problem, self.remedy = node, problem, remedy
-
-
-class _Undecided(Exception):
-    """A row on which the filter cannot be evaluated."""
-
-    def __init__(self, problem: str, remedy: str) -> None:
-        self.problem, self.remedy = problem, remedy
 
 
 class Expression:
@@ -98,9 +99,9 @@ class Expression:
             value = self._step(scope)
             if isinstance(value, (str, list, tuple, Mapping)) and value:
                 remedy = "compare it with something, e.g. == 'yes'"
-                raise _Undecided(f"data.refine.filter gives {_kind(value)}, not true or false", remedy)
+                raise Undecided(f"data.refine.filter gives {kind_of(value)}, not true or false", remedy)
             return bool(value)
-        except _Undecided as error:
+        except Undecided as error:
             problem, remedy = error.problem, error.remedy
         except (TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             problem = f"data.refine.filter cannot be evaluated ({str(error)[:200]})"
@@ -211,7 +212,7 @@ class _Builder:
                 return value.get(wanted) if isinstance(wanted, (str, int, float)) else None
             if not isinstance(value, (list, tuple)) or not isinstance(wanted, int) or isinstance(wanted, bool):
                 remedy = "a list has parts by number, a mapping by name"
-                raise _Undecided(f"{said} is {_kind(value)} and has no part {str(wanted)[:40]!r}", remedy)
+                raise Undecided(f"{said} is {kind_of(value)} and has no part {str(wanted)[:40]!r}", remedy)
             return value[wanted] if -len(value) <= wanted < len(value) else None
 
         return step
@@ -240,13 +241,13 @@ class _Builder:
         if isinstance(node.op, ast.Not):
             return lambda scope: not inner(scope)
         if isinstance(node.op, ast.USub):
-            return lambda scope: -_number(inner(scope), said)
+            return lambda scope: -as_number(inner(scope), said)
         if isinstance(node.op, ast.UAdd):
-            return lambda scope: _number(inner(scope), said)
+            return lambda scope: as_number(inner(scope), said)
         raise _Refused(node, "~ is not allowed", "use not")
 
     def _binop(self, node: ast.BinOp) -> Step:
-        act = _ARITHMETIC.get(type(node.op))
+        act = ARITHMETIC.get(type(node.op))
         if act is None:
             raise _Refused(node, f"{self._said(node)} is not allowed", "of operators there are + - * / // %")
         left, right = self.build(node.left), self.build(node.right)
@@ -257,7 +258,7 @@ class _Builder:
             a, b = left(scope), right(scope)
             if joins and isinstance(a, str) and isinstance(b, str):
                 return a + b
-            return act(_number(a, first), _number(b, second))
+            return act(as_number(a, first), as_number(b, second))
 
         return step
 
@@ -270,7 +271,7 @@ class _Builder:
                 isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool))
             ):
                 raise _Refused(right, "`is` compares with None, True and False only", "use ==")
-            tests.append(_COMPARISONS[type(op)])
+            tests.append(COMPARISONS[type(op)])
 
         def step(scope: _Scope) -> bool:
             left = steps[0](scope)
@@ -312,8 +313,8 @@ class _Builder:
                 return act(*values)
             except TypeError:
                 remedy = f"guard it, e.g. {said.strip('`')} is not None and …" if values[0] is None else "convert it"
-                kinds = ", ".join(map(_kind, values))
-                raise _Undecided(f"{name}({said}{', …' * (len(values) > 1)}) was given {kinds}", remedy) from None
+                kinds = ", ".join(map(kind_of, values))
+                raise Undecided(f"{name}({said}{', …' * (len(values) > 1)}) was given {kinds}", remedy) from None
 
         return step
 
@@ -324,7 +325,9 @@ class _Builder:
         stop = name == "any"
         if not isinstance(node.args[0], (ast.GeneratorExp, ast.ListComp)):
             inner, said = self.build(node.args[0]), self._said(node.args[0])
-            return lambda scope: any(map(bool, _list(inner(scope), said))) if stop else all(_list(inner(scope), said))
+            return lambda scope: (
+                any(map(bool, as_list(inner(scope), said))) if stop else all(as_list(inner(scope), said))
+            )
         inner_node, loops = node.args[0].elt, node.args[0].generators
         if len(loops) != 1 or loops[0].ifs or loops[0].is_async or not isinstance(loops[0].target, ast.Name):
             raise _Refused(
@@ -339,10 +342,10 @@ class _Builder:
         def step(scope: _Scope) -> bool:
             outer = scope.bound
             try:
-                for item in _list(items(scope), said):
+                for item in as_list(items(scope), said):
                     scope.steps += 1
                     if scope.steps > STEPS:
-                        raise _Undecided(f"the filter takes more than {STEPS} steps on this row", "simplify it")
+                        raise Undecided(f"the filter takes more than {STEPS} steps on this row", "simplify it")
                     scope.bound = {**outer, target: item}
                     if bool(test(scope)) is stop:
                         return stop
@@ -376,15 +379,15 @@ class _Builder:
         inner, said = self.build(node.args[0]), self._said(node.args[0])
 
         def step(scope: _Scope) -> bool:
-            value = _text(inner(scope), said)
-            begin = time.monotonic()
+            value = as_text(inner(scope), said)
+            begin = time.process_time()
             try:
                 found = compiled.search(value, timeout=max(scope.seconds, 0.001)) is not None
-                scope.seconds -= time.monotonic() - begin
+                scope.seconds -= time.process_time() - begin
                 return found
             except TimeoutError:
                 problem = f"the pattern of matches({said}, …) takes longer than {SECONDS:g} s on this row"
-                raise _Undecided(problem, "write it without repeats inside repeats") from None
+                raise Undecided(problem, "write it without repeats inside repeats") from None
 
         return step
 
@@ -396,143 +399,5 @@ def _turns(example: Example) -> int:
     return sum(1 for m in example.messages if m.get("role") != "system") + len(example.chosen)
 
 
-def _kind(value: Any) -> str:
-    """What a value is, for a message."""
-    if value is None:
-        return "None (missing)"
-    kinds = {bool: "true or false", str: "text", int: "a number", float: "a number", list: "a list", tuple: "a list"}
-    return kinds.get(type(value), "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}")
-
-
-def _number(value: Any, said: str) -> Number:
-    if isinstance(value, (int, float)):
-        return value
-    remedy = f"write float({said.strip('`')})" if isinstance(value, str) else "guard it, e.g. x is not None and …"
-    raise _Undecided(f"{said} is {_kind(value)}, not a number", remedy)
-
-
-def _text(value: Any, said: str) -> str:
-    if isinstance(value, str):
-        return value
-    remedy = "guard it, e.g. x is not None and …" if value is None else f"write str({said.strip('`')})"
-    raise _Undecided(f"{said} is {_kind(value)}, not text", remedy)
-
-
-def _list(value: Any, said: str) -> list[Any] | tuple[Any, ...]:
-    if isinstance(value, (list, tuple)):
-        return value
-    raise _Undecided(f"{said} is {_kind(value)}, not a list", "any and all look at lists")
-
-
-def _equal(left: Any, right: Any, first: str, second: str) -> bool:
-    for text, number, said in ((left, right, first), (right, left, second)):
-        if isinstance(text, str) and isinstance(number, (int, float)):
-            problem = f"{first} == {second} compares {_kind(left)} with {_kind(right)}, which is never equal"
-            raise _Undecided(problem, f"write float({said.strip('`')}), or put the number in quotes")
-    return bool(left == right)
-
-
-def _within(left: Any, right: Any, first: str, second: str) -> bool:
-    if isinstance(right, str):
-        return _text(left, first) in right
-    if isinstance(right, Mapping):
-        return isinstance(left, (str, int, float)) and left in right
-    if isinstance(right, (list, tuple)):
-        return any(_equal(left, item, first, second) for item in right)
-    raise _Undecided(f"{second} is {_kind(right)}, in which nothing can be", "guard it, e.g. x is not None and …")
-
-
-def _ordered(act: Callable[[Any, Any], bool]) -> Callable[[Any, Any, str, str], bool]:
-    def test(left: Any, right: Any, first: str, second: str) -> bool:
-        if isinstance(left, str) and isinstance(right, str):
-            return act(left, right)
-        return act(_number(left, first), _number(right, second))
-
-    return test
-
-
-def _convert(to: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if value is not None and not isinstance(value, (str, int, float)):
-            raise TypeError
-        return to(value)
-
-    return convert
-
-
-def _of_texts(act: Callable[..., Any]) -> Callable[..., Any]:
-    def of_texts(*values: Any) -> Any:
-        if not all(isinstance(value, str) for value in values):
-            raise TypeError
-        return act(*values)
-
-    return of_texts
-
-
-def _extreme(act: Callable[..., Any]) -> Callable[..., Any]:
-    def extreme(*values: Any) -> Any:
-        items = values[0] if len(values) == 1 else values
-        if not isinstance(items, (list, tuple)) or not items:
-            raise TypeError
-        if not all(isinstance(v, str) for v in items) and not all(isinstance(v, (int, float)) for v in items):
-            raise TypeError
-        return act(items)
-
-    return extreme
-
-
-def _absolute(value: Any) -> Number:
-    if not isinstance(value, (int, float)):
-        raise TypeError
-    return abs(value)
-
-
-def _contains(whole: Any, part: Any) -> bool:
-    if isinstance(whole, str) and not isinstance(part, str):
-        raise TypeError
-    if not isinstance(whole, (str, list, tuple)):
-        raise TypeError
-    return part in whole
-
-
 def _known() -> str:
     return ", ".join(sorted([*FUNCTIONS, "any", "all", "matches"]))
-
-
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any, str, str], bool]] = {
-    ast.Eq: _equal,
-    ast.NotEq: lambda a, b, first, second: not _equal(a, b, first, second),
-    ast.Lt: _ordered(operator.lt),
-    ast.LtE: _ordered(operator.le),
-    ast.Gt: _ordered(operator.gt),
-    ast.GtE: _ordered(operator.ge),
-    ast.Is: lambda a, b, *_: a is b,
-    ast.IsNot: lambda a, b, *_: a is not b,
-    ast.In: _within,
-    ast.NotIn: lambda a, b, first, second: not _within(a, b, first, second),
-}
-# name → fewest and most arguments, and what it does
-FUNCTIONS: dict[str, tuple[int, int, Callable[..., Any]]] = {
-    "len": (1, 1, len),
-    "words": (1, 1, _of_texts(lambda text: len(words_of(text)))),
-    "lower": (1, 1, _of_texts(str.lower)),
-    "upper": (1, 1, _of_texts(str.upper)),
-    "strip": (1, 1, _of_texts(str.strip)),
-    "startswith": (2, 2, _of_texts(str.startswith)),
-    "endswith": (2, 2, _of_texts(str.endswith)),
-    "contains": (2, 2, _contains),
-    "int": (1, 1, _convert(int)),
-    "float": (1, 1, _convert(float)),
-    "str": (1, 1, _convert(str)),
-    "abs": (1, 1, _absolute),
-    "min": (1, 20, _extreme(min)),
-    "max": (1, 20, _extreme(max)),
-}
