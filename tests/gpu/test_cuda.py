@@ -101,6 +101,6 @@ def test_resume_across_devices(shared: Path, tmp_path: Path) -> None:
 
 
 def test_no_host_sync_in_the_step(shared: Path, tmp_path: Path) -> None:
-    """PyTorch raises at any wait for the device in backward, clipping and the optimizer."""
+    """PyTorch raises at any wait for the device in forward, backward, clipping and the optimizer."""
     run = tiny_run(shared, train__steps=3, precision="bf16", device="cuda", backend="gloo", output=str(tmp_path))
     assert run_ranks(scenarios.step_without_sync, 1, run)[0]

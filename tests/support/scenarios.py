@@ -242,10 +242,7 @@ def loss_two_ways(run: dict[str, Any]) -> tuple[float, float]:
 
 
 def step_without_sync(run: dict[str, Any]) -> bool:
-    """A warm step in which any wait for the device, outside the model's own forward, is an error.
-
-    transformers' mask construction looks at the positions once per forward; that wait is not ours.
-    """
+    """A warm step in which any wait for the device is an error."""
     parts = parts_of(run)
     train, world = parts.job.run.train, parts.world
     for step in range(3):
@@ -253,8 +250,8 @@ def step_without_sync(run: dict[str, Any]) -> bool:
         mode = "error" if step == 2 else "default"
         for index, micro in enumerate(batch.micro_batches):
             parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
-            loss = parts.objective(parts.sharded.model, micro.to(world.device))
             torch.cuda.set_sync_debug_mode(mode)
+            loss = parts.objective(parts.sharded.model, micro.to(world.device))
             parts.scaler.scale(loss.total / batch.supervised).backward()
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.set_sync_debug_mode(mode)

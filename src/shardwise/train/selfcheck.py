@@ -20,7 +20,7 @@ LENGTH = 24
 # rounding of its own where the changed tokens of a mixture of experts go another way.
 TOLERANCE = {torch.float32: 1e-4}
 HALF_TOLERANCE = 1e-3
-ALONE_TOLERANCE = 0.1  # in half precision: other kernels, other rounding; positions that do not restart move far more
+ALONE_TOLERANCE = 0.1  # in half precision: other shapes, other rounding; positions that do not restart move far more
 
 
 def check_model(
@@ -51,7 +51,7 @@ def check_model(
                 raise UserError("data.packing", True, problem, "set data.packing: false")
             # Kept apart, a model may still count positions from the start of the row.
             alone = _logits(sharded.model, ids[:, length:], None, device)
-            if _moved(base[:, length:], alone, ALONE_TOLERANCE):
+            if _mostly_moved(base[:, length:], alone):
                 problem = "this model predicts something else for a packed document than for the document alone"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
 
@@ -84,6 +84,16 @@ def _changed(ids: torch.Tensor, where: slice, vocabulary: int) -> torch.Tensor:
     return other
 
 
-def _moved(a: torch.Tensor, b: torch.Tensor, half: float = HALF_TOLERANCE) -> bool:
+def _moved(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(_movement(a, b).max() > TOLERANCE.get(a.dtype, HALF_TOLERANCE))
+
+
+def _mostly_moved(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Most tokens, not one: in a mixture of experts rounding sends a token now and then to another expert."""
+    return bool(_movement(a, b).median() > TOLERANCE.get(a.dtype, ALONE_TOLERANCE))
+
+
+def _movement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How far each token's logits moved, as a share of the largest logit."""
     scale = a.float().abs().max().clamp(min=1e-6)
-    return bool(((a.float() - b.float()).abs().max() / scale) > TOLERANCE.get(a.dtype, half))
+    return (a.float() - b.float()).abs().amax(-1) / scale

@@ -129,9 +129,7 @@ def build_parts(
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
-        apart = run.data.packing and run.attention == "auto" and _keeps_apart(sharded, vocabulary, job, world, say)
-        if not apart:
-            check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
+        apart = _check(sharded, vocabulary, job, world, say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -161,16 +159,19 @@ def build_parts(
     )  # fmt: skip
 
 
-def _keeps_apart(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
-    """Whether this model can be told where documents begin; else transformers' own masks must do."""
-    if not install(sharded.model):
-        return False
-    try:
-        check_model(sharded, vocabulary, True, job.source.label, world.device, apart=True)
-    except Exception as error:  # a model's own code may choke on a mask that is no tensor: the plain path decides
-        say(f"attention: plain for this model ({getattr(error, 'problem', error)})")
-        return False
-    return True
+def _check(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
+    """Checks the model; returns whether it is told where packed documents begin, or sees positions alone."""
+    run, trouble = job.run, ""
+    if run.data.packing and run.attention == "auto" and install(sharded.model):
+        try:
+            check_model(sharded, vocabulary, True, job.source.label, world.device, apart=True)
+            return True
+        except Exception as error:  # a model's own code may choke on a mask that is no tensor: the plain path decides
+            trouble = str(getattr(error, "problem", error))
+    check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
+    if trouble:
+        say(f"attention: plain for this model ({trouble})")
+    return False
 
 
 def _meter(job: Job, world: World, model: Any, position: Position, sources: list[str]) -> Meter:
