@@ -374,6 +374,8 @@ def memory_growth(run: dict[str, Any]) -> tuple[int, int]:
 
 def train_and_record(run: dict[str, Any]) -> tuple[list[tuple[int, list[tuple[int, ...]]]], int]:
     """Trains; the position and the documents of each sequence that this rank computed, and the sequences per epoch."""
+    from itertools import pairwise
+
     from shardwise.train.loop import fit
 
     parts = parts_of(run)
@@ -388,7 +390,7 @@ def train_and_record(run: dict[str, Any]) -> tuple[list[tuple[int, list[tuple[in
             position = first + step * train.batch_size + (turn * world.size + world.rank) * micro
             for row, (ids, places) in enumerate(zip(batch.input_ids, batch.position_ids, strict=True)):
                 starts = [*(places == 0).nonzero().flatten().tolist(), len(ids)]
-                documents = [tuple(ids[a:b].tolist()) for a, b in zip(starts, starts[1:], strict=False)]
+                documents = [tuple(ids[a:b].tolist()) for a, b in pairwise(starts)]
                 seen.append((position + row, [d for d in documents if set(d) != {parts.job.pad_id}]))
         return inner(model, batch)
 
