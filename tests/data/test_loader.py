@@ -257,6 +257,15 @@ def test_efficiency_is_that_of_the_sequences() -> None:
     assert 0.9 < source.efficiency() <= 1
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_is_remembered_of_a_window_is_little(packing: bool) -> None:
+    """Not even by way of a view: the memory of a long run must not grow with what it has seen."""
+    source = mixed(packing)
+    source.epoch_sequences(9)
+    assert len(source._marks) > 50 and len(source._packed) == 2
+    assert all(mark.carry.base is None and mark.carry.nbytes < 20 * LENGTH for mark in source._marks)
+
+
 def test_a_batch_larger_than_the_data_goes_round() -> None:
     part = loader(count=3).step(0, 64, 64, 0, 1)
     assert len(rows_of(part.micro_batches[0])) == 64

@@ -198,3 +198,33 @@ def test_smoothed_line_follows_a_steep_start_without_lag(tmp_path: Path) -> None
     records = [{"kind": "train", "step": step, "loss": 100.0 - step} for step in range(1, 101)]
     smooth = {step: value for step, value in _page(tmp_path, records).data()["smooth"]}
     assert smooth[50] == pytest.approx(50.0, abs=0.01)
+
+
+def _mixed(steps: int = 60) -> list[dict[str, Any]]:
+    """Records of two sources, one of which is not in every step, and <b> tries to be markup."""
+    records = _records(steps)
+    for record in records:
+        losses = {"chat": record["loss"] + 0.2}
+        if record["step"] % 3 == 0 or record["kind"] == "eval":
+            losses["<b>code"] = record["loss"] - 0.2
+        record["losses"] = losses
+    return records
+
+
+def test_page_has_a_line_per_source(tmp_path: Path) -> None:
+    page = _page(tmp_path, _mixed())
+    assert page.texts["h2"] == ["Loss", "Loss by source", "Learning rate", "Gradient norm"]
+    assert [len(page.paths(name)) for name in ("s0", "s0 held", "s1", "s1 held")] == [1] * 4
+    assert page.paths("s0")[0].count("L") == 59
+    assert page.paths("s1")[0].count("L") == 19 and page.paths("s1")[0].count("M") == 1, "no gaps where it was not in"
+    named: Any = page.data()["sources"]
+    assert [name for name, _ in named] == ["chat", "chat, evaluation", "<b>code", "<b>code, evaluation"]
+    assert [step for step, _ in named[3][1]] == [25, 50]
+    assert "b" not in [tag for tag, _ in page.tags]
+    assert "<b>code" in page.texts["th"] and "<b>code" in page.texts["span"]
+
+
+def test_page_of_one_source_has_nothing_of_sources(tmp_path: Path) -> None:
+    page = _page(tmp_path, _records())
+    assert "Loss by source" not in page.texts["h2"] and page.data()["sources"] == []
+    assert ".s0" not in "".join(page.texts["style"])

@@ -125,6 +125,22 @@ def test_live_line_drops_the_least_important_columns_first() -> None:
     assert "loss 2.1034" in final(30) and "tok/s" not in final(30)
 
 
+def test_losses_by_source_come_last_and_stay() -> None:
+    console, file = _pipe()
+    with Progress(2, console=console) as progress:
+        progress.update(_record(1, losses={"chat": 1.5, "a-very-long-name-of-code": 2.25}))
+        progress.update(_record(2, losses={"chat": 1.4}))  # the other was not in this step
+        progress.evaluated({"kind": "eval", "step": 2, "loss": 1.9, "losses": {"chat": 1.8, "code": None}})
+    first, second, evaluation = _drawn(file)
+    assert first.endswith("ETA 1h02m  chat 1.5000  name-of-code 2.2500")
+    assert second.endswith("chat 1.4000  name-of-code 2.2500")
+    assert evaluation == "step 2  evaluation  loss 1.9000  (chat 1.8000, code -)"
+    console, file = _terminal(80)
+    with Progress(2, console=console, refresh=10) as progress:
+        progress.update(_record(1, losses={"chat": 1.5, "code": 2.25}))
+    assert "chat" not in _drawn(file)[-1], "the first to go on a narrow terminal"
+
+
 def test_columns_do_not_move_when_values_change() -> None:
     console, file = _terminal(120)
     with Progress(1000, console=console, refresh=10) as progress:

@@ -367,3 +367,30 @@ def memory_growth(run: dict[str, Any]) -> tuple[int, int]:
         done.set()
         watcher.join()
     return parts.job.parameters, peak[0] - before
+
+
+def train_and_record(run: dict[str, Any]) -> tuple[list[tuple[int, list[tuple[int, ...]]]], int]:
+    """Trains; the position and the documents of each sequence that this rank computed, and the sequences per epoch."""
+    from itertools import pairwise
+
+    from shardwise.train.loop import fit
+
+    parts = parts_of(run)
+    train, world, inner = parts.job.run.train, parts.world, parts.objective
+    micro, first = int(train.micro_batch_size), parts.position.sequences
+    rounds = train.batch_size // (micro * world.size)
+    seen: list[tuple[int, list[tuple[int, ...]]]] = []
+
+    def recording(model: Any, batch: Any) -> Any:
+        if torch.is_grad_enabled():  # not while evaluating
+            step, turn = divmod(len(seen) // micro, rounds)
+            position = first + step * train.batch_size + (turn * world.size + world.rank) * micro
+            for row, (ids, places) in enumerate(zip(batch.input_ids, batch.position_ids, strict=True)):
+                starts = [*(places == 0).nonzero().flatten().tolist(), len(ids)]
+                documents = [tuple(ids[a:b].tolist()) for a, b in pairwise(starts)]
+                seen.append((position + row, [d for d in documents if set(d) != {parts.job.pad_id}]))
+        return inner(model, batch)
+
+    parts.objective = recording
+    fit(parts)
+    return seen, parts.job.loader().epoch_sequences()

@@ -100,6 +100,7 @@ class Passes:
         self._chunks = 0  # that are known
         self.known = 0  # documents in them
         self.complete = False
+        self._expected: float | None = None
         # Shuffle windows that are closed: first chunk and first document of each, and where the last one ends.
         self._first_chunk, self._first_document = [0], [0]
         self._documents = lru_cache(maxsize=2)(self._shuffled)
@@ -134,15 +135,14 @@ class Passes:
 
     def expected(self) -> float:
         """Documents per pass, as the first window and the number of rows let expect; the whole is not waited for."""
-        while len(self._first_chunk) == 1 and self._grow():
-            pass
-        if len(self._first_chunk) == 1:
-            return 0.0
-        first = self._first_document[1]
-        if self._rows is None:
-            return float(first)
-        rows = [self._store.table(c)["row"] for c in range(self._first_chunk[1])]
-        return first * self._rows / (1 + max(int(r.max()) for r in rows if len(r)))
+        if self._expected is None:
+            while len(self._first_chunk) == 1 and self._grow():
+                pass
+            self._expected = float(self._first_document[1]) if len(self._first_chunk) > 1 else 0.0
+            if self._expected and self._rows is not None:
+                rows = [self._store.table(c)["row"] for c in range(self._first_chunk[1])]
+                self._expected *= self._rows / (1 + max(int(r.max()) for r in rows if len(r)))
+        return self._expected
 
     def share(self, epoch: int) -> float:
         """Documents in an epoch: what the store knows, else what is expected; not waited for."""

@@ -78,11 +78,11 @@ def pack(
     first. That one waits for the next window, unless this is the last.
     """
     documents = documents[rng.permutation(len(documents))]
+    carry = np.empty(0, dtype=documents.dtype)  # no slice: it is kept, and would keep the whole window alive
     if not packing:
-        return Packed(documents, np.arange(len(documents) + 1)), documents[:0]
+        return Packed(documents, np.arange(len(documents) + 1)), carry
     sequence = best_fit(documents["length"], capacity)
     filled = np.bincount(sequence, weights=documents["length"])
-    carry = documents[:0]
     if not last and len(filled) and 2 * filled.min() < capacity:
         waits = sequence == filled.argmin()
         carry, documents, sequence = documents[waits], documents[~waits], sequence[~waits]

@@ -23,7 +23,7 @@ from shardwise.errors import UserError
 
 LEARNED = np.uint32(1 << 31)
 TABLE = np.dtype([("length", np.int32), ("supervised", np.int32), ("row", np.int64)])
-OPEN = 512  # chunks whose tokens are kept mapped; a mapping holds no file open (see _mapped)
+OPEN = 96  # chunks that are kept at hand: two shuffle windows of 65,536 documents, and some more
 POLL = 0.05  # seconds
 
 

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.observe.curve_page import render_page
+from shardwise.observe.curve_page import SourceLines, render_page
 from shardwise.observe.metrics import Record
 
 Series = list[tuple[int, float]]
@@ -61,7 +61,9 @@ def write_curve_html(path: Path, records: list[Record], title: str, subtitle: st
         learning_rate=_column(records, "train", "learning_rate"),
         grad_norm=grad_norm,
         grad_smooth=_smoothed(grad_norm),
-    )
+        sources=[SourceLines(name, _smoothed(_of_source(records, "train", name)), _of_source(records, "eval", name))
+                 for name in _sources(records)],
+    )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     # A browser may reload the page while a run rewrites it.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -78,6 +80,17 @@ def _column(records: list[Record], kind: str, key: str) -> Series:
             finite = isinstance(value, int | float) and math.isfinite(value)
             found[int(record["step"])] = float(value) if finite else math.nan
     return sorted(found.items())
+
+
+def _sources(records: list[Record]) -> list[str]:
+    """The sources that records tell of, in the order in which they come up; none where there was but one."""
+    return list(dict.fromkeys(name for record in records for name in record.get("losses") or {}))
+
+
+def _of_source(records: list[Record], kind: str, name: str) -> Series:
+    """The loss of one source by step; a step that had nothing of it is no gap."""
+    own = [r | {"own": r["losses"][name]} for r in records if name in (r.get("losses") or {})]
+    return _column(own, kind, "own")
 
 
 def _finite(points: Series) -> Series:

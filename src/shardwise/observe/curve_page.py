@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from string import Template
 
@@ -16,7 +17,17 @@ Lines = list[tuple[str, list[tuple[int, float]]]]  # each with the class that st
 
 _MOST_POINTS = 1500  # per line: more than a screen has columns, and the page of a long run stays small
 _MOST_ROWS = 200  # of the table
+_COLOURS = 8  # of sources; more of them share
 _MARGIN = {"left": 58, "right": 14, "top": 12, "bottom": 26}
+
+
+@dataclass(frozen=True)
+class SourceLines:
+    """The losses of one source of the data."""
+
+    name: str
+    training: Points  # smoothed
+    evaluation: Points
 
 
 def render_page(
@@ -28,8 +39,10 @@ def render_page(
     learning_rate: Points,
     grad_norm: Points,
     grad_smooth: Points,
+    sources: Sequence[SourceLines] = (),
 ) -> str:
     """Returns the whole page as text; every line is a list of (step, value) in order, NaN for a gap."""
+    sources = [SourceLines(s.name, _thinned(s.training), s.evaluation) for s in sources]
     every = [step for points in (loss, evaluation, learning_rate, grad_norm) for step, _ in points]
     steps = (min(every), max(every)) if every else (0, 0)
     thin = {
@@ -41,19 +54,54 @@ def render_page(
     }
     losses = [("raw", thin["loss"]), ("smooth", thin["smooth"]), ("eval", thin["eval"])]
     norms = [("grad raw", thin["grad"]), ("grad", _thinned(grad_smooth))]
-    data = json.dumps({key: [[step, _or_none(value)] for step, value in points] for key, points in thin.items()})
+    data = json.dumps(
+        {key: _pairs(points) for key, points in thin.items()}
+        | {"sources": [[text, _pairs(points)] for _, text, points in _source_lines(sources)]}
+    )
     return _PAGE.substitute(
         title=escape(title),
         subtitle=f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else "",
+        colours="".join(
+            f".line.s{i} {{ stroke:var(--s{i}) }} .swatch.s{i} {{ border-color:var(--s{i}) }} "
+            f".dot.s{i} {{ fill:var(--s{i}) }}\n"
+            for i in range(min(len(sources), _COLOURS))
+        ),
         tiles=_tiles(loss_smooth, evaluation, every),
         warning=_warning(loss),
         legend=_legend(bool(loss), bool(evaluation)),
         loss=_panel("Loss by step", losses, steps, (920, 360), "wide"),
+        sources=_source_card(thin["smooth"], sources, steps),
         lr=_panel("Learning rate by step", [("lr", thin["lr"])], steps, (452, 170), "from-zero"),
         grad=_panel("Gradient norm by step", norms, steps, (452, 170), "from-zero"),
-        table=_table(loss, evaluation, learning_rate, grad_norm),
+        table=_table(loss, evaluation, learning_rate, grad_norm, sources),
         data=data.replace("<", "\\u003c"),  # nothing inside may end the script element
     )
+
+
+def _pairs(points: Points) -> list[list[float | None]]:
+    return [[step, _or_none(value)] for step, value in points]
+
+
+def _source_lines(sources: Sequence[SourceLines]) -> list[tuple[str, str, Points]]:
+    """Each line of the sources that has points: the class that styles it, its name, its points."""
+    lines: list[tuple[str, str, Points]] = []
+    for index, source in enumerate(sources):
+        lines.append((f"s{index % _COLOURS}", source.name, source.training))
+        lines.append((f"s{index % _COLOURS} held", f"{source.name}, evaluation", source.evaluation))
+    return [line for line in lines if line[2]]
+
+
+def _source_card(total: list[tuple[int, float]], sources: Sequence[SourceLines], steps: tuple[int, int]) -> str:
+    """A chart of the sources' losses beside the total's; nothing where there is but one source."""
+    if not sources:
+        return ""
+    drawn = _source_lines(sources)
+    items = [("smooth", "all, smoothed"), *((name, text) for name, text, _ in drawn)]
+    legend = "".join(f'<span><i class="swatch {name}"></i>{escape(text)}</span>' for name, text in items)
+    lines = [("smooth", total), *((name, list(points)) for name, _, points in drawn)]
+    chart = _panel("Loss by source and step", lines, steps, (920, 320), "wide")
+    head = f'<div class="head"><h2>Loss by source</h2><div class="legend">{legend}</div></div>'
+    return f'<section class="card">{head}{chart}</section>'
 
 
 def _or_none(value: float) -> float | None:
@@ -135,7 +183,7 @@ def _panel(label: str, lines: Lines, steps: tuple[int, int], size: tuple[int, in
     for name, points in lines:
         placed = [(x(step), y(value) if math.isfinite(value) else None) for step, value in points]
         parts.append(f'<path class="line {name}" d="{_path(placed)}"/>')
-        dots = [(px, py) for px, py in placed if py is not None] if name == "eval" else _lone(placed)
+        dots = [(px, py) for px, py in placed if py is not None] if name == "eval" or "held" in name else _lone(placed)
         parts += [f'<circle class="dot {name}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>' for px, py in dots]
     parts.append(f'<line class="cross" x1="0" x2="0" y1="{top}" y2="{bottom}"/>')
     shape = f'viewBox="0 0 {width} {height}" data-left="{left}" data-right="{right}" data-width="{width}"'
@@ -195,8 +243,12 @@ def _legend(train: bool, evaluation: bool) -> str:
     return "".join(f'<span><i class="swatch {name}"></i>{text}</span>' for name, text in items)
 
 
-def _table(loss: Points, evaluation: Points, learning_rate: Points, grad_norm: Points) -> str:
+def _table(
+    loss: Points, evaluation: Points, learning_rate: Points, grad_norm: Points, sources: Sequence[SourceLines]
+) -> str:
     columns = [dict(loss), dict(evaluation), dict(learning_rate), dict(grad_norm)]
+    lines = _source_lines(sources)
+    columns += [dict(points) for _, _, points in lines]
     steps = sorted({step for column in columns for step in column})
     stride = max(1, math.ceil(len(steps) / _MOST_ROWS))
     # Evaluations are rare and wanted: they stay whatever the stride.
@@ -207,13 +259,18 @@ def _table(loss: Points, evaluation: Points, learning_rate: Points, grad_norm: P
         + "</tr>"
         for step in shown
     )
-    return f"<caption>{len(shown):,} of {len(steps):,} recorded steps</caption>{_HEAD}<tbody>{rows}</tbody>"
+    names = [
+        "Step",
+        "Training loss",
+        "Evaluation loss",
+        "Learning rate",
+        "Gradient norm",
+        *(text for _, text, _ in lines),
+    ]
+    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in names)
+    caption = f"<caption>{len(shown):,} of {len(steps):,} recorded steps</caption>"
+    return f"{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
 
-
-_HEAD = "<thead><tr>" + "".join(
-    f"<th scope=col>{name}</th>"
-    for name in ("Step", "Training loss", "Evaluation loss", "Learning rate", "Gradient norm")
-) + "</tr></thead>"  # fmt: skip
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -224,9 +281,11 @@ _PAGE = Template("""<!doctype html>
 <title>$title</title>
 <style>
 :root { --page:#f6f7f9; --card:#fff; --ink:#1b1f24; --muted:#5b6570; --grid:#e6e9ed; --axis:#b6bec7;
-  --train:#1f6feb; --eval:#c2410c; --lr:#0f766e; --grad:#7c3aed; --warn:#9a3412; }
+  --train:#1f6feb; --eval:#c2410c; --lr:#0f766e; --grad:#7c3aed; --warn:#9a3412;
+  --s0:#0f766e; --s1:#c2410c; --s2:#7c3aed; --s3:#a16207; --s4:#be185d; --s5:#15803d; --s6:#0369a1; --s7:#6b7280; }
 @media (prefers-color-scheme: dark) { :root { --page:#0f1216; --card:#181c22; --ink:#e6e9ed; --muted:#9aa4af;
-  --grid:#2a3038; --axis:#4a535e; --train:#6ea8fe; --eval:#fb923c; --lr:#2dd4bf; --grad:#b794f6; --warn:#fdba74; } }
+  --grid:#2a3038; --axis:#4a535e; --train:#6ea8fe; --eval:#fb923c; --lr:#2dd4bf; --grad:#b794f6; --warn:#fdba74;
+  --s0:#2dd4bf; --s1:#fb923c; --s2:#b794f6; --s3:#facc15; --s4:#f472b6; --s5:#4ade80; --s6:#38bdf8; --s7:#9ca3af; } }
 * { box-sizing:border-box }
 body { margin:0; background:var(--page); color:var(--ink); font:15px/1.45 system-ui,"Segoe UI",sans-serif }
 main { max-width:960px; margin:0 auto; padding:28px 20px 48px }
@@ -255,6 +314,8 @@ h2 { font-size:14px; font-weight:600; margin:0 }
 .line.grad.raw { stroke-width:1; opacity:.3 }
 .dot { fill:var(--train) } .dot.lr { fill:var(--lr) } .dot.grad { fill:var(--grad) }
 .dot.eval { fill:var(--eval); stroke:var(--card); stroke-width:1.2 }
+$colours
+.line.held { stroke-width:1; stroke-dasharray:3 3 } .swatch.held { border-top-style:dotted }
 @media (max-width:640px) { .row { grid-template-columns:1fr; gap:0 } .wide .tick { font-size:20px } .wide .dot { r:5 } }
 .cross { stroke:var(--muted); stroke-dasharray:2 3; visibility:hidden }
 .tip { position:absolute; top:0; left:0; pointer-events:none; visibility:hidden; z-index:1; padding:7px 10px;
@@ -276,6 +337,7 @@ $subtitle
 <div class="tiles">$tiles</div>
 $warning
 <section class="card"><div class="head"><h2>Loss</h2><div class="legend">$legend</div></div>$loss</section>
+$sources
 <div class="row">
 <section class="card"><div class="head"><h2>Learning rate</h2></div>$lr</section>
 <section class="card"><div class="head"><h2>Gradient norm</h2></div>$grad</section>
@@ -318,6 +380,10 @@ function show(chart, event) {
     const [where, value] = nearest(data[key], step);
     if (Math.abs(where - step) > span / 50) continue;
     rows.push(name + " " + format(value) + (where === step ? "" : " (step " + where.toLocaleString("en") + ")"));
+  }
+  for (const [name, points] of data.sources) {
+    const [where, value] = nearest(points, step);
+    if (Math.abs(where - step) <= span / 50) rows.push(name + " " + format(value));
   }
   tip.textContent = rows.join("\\n");
   for (const other of charts) {

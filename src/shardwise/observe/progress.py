@@ -57,6 +57,7 @@ class Progress:
         self._record: Record | None = None
         self._received = self._started = time.monotonic()
         self._seen: set[str] = set()
+        self._by_source: dict[str, float | None] = {}
         self._mean: float | None = None
         self._loss_style = ""
         self._printed_at = -math.inf
@@ -83,6 +84,7 @@ class Progress:
         """Shows a training record."""
         self._judge_loss(_number(record.get("loss")))
         self._seen.update(key for key, value in record.items() if value is not None)
+        self._by_source |= {name: _number(value) for name, value in (record.get("losses") or {}).items()}
         self._received = time.monotonic()
         self._record, self._pending = record, True
         due = self._received - self._printed_at >= _PLAIN_INTERVAL or record["step"] >= self._total
@@ -96,6 +98,9 @@ class Progress:
             value = _number(record.get(key))
             if value is not None:
                 line.append(f"  {key} {_six(value)}")
+        told = {name: _number(value) for name, value in (record.get("losses") or {}).items()}
+        if told:
+            line.append("  (" + ", ".join(f"{n} {'-' if v is None else _six(v)}" for n, v in told.items()) + ")")
         self._print(line)
 
     def note(self, text: str) -> None:
@@ -161,6 +166,9 @@ class Progress:
             ).append(column.after, style="dim")
             cell.append(" " * (column.width - len(shown)))
             cells.append((column.rank, cell))
+        for rank, (name, value) in enumerate(self._by_source.items(), max(c.rank for c in _COLUMNS) + 1):
+            shown = "-" if value is None else _six(value)
+            cells.append((rank, Text(f"{_short(name)} ", style="dim").append(f"{shown:<6}", style="default")))
         return cells
 
     def _line(self, room: int, ascii_only: bool) -> Text:
@@ -225,6 +233,11 @@ def _four(value: float) -> str:
     if 0.01 <= abs(value) < 999.5:
         return f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"
     return _scientific(value, digits=0)
+
+
+def _short(name: str) -> str:
+    """A source's name in at most 12 characters: the end of it, where names of files differ."""
+    return name[-12:]
 
 
 def _rate(value: float) -> str:
