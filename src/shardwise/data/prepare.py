@@ -18,7 +18,8 @@ import numpy as np
 
 from shardwise.cache import cache_root, make_once
 from shardwise.config.schema import Data, Source
-from shardwise.data.render import Document, check_template, render_rows
+from shardwise.data.examples import Document
+from shardwise.data.render import check_template, render_rows
 from shardwise.data.rows import Row, read_rows, source_files, unreadable
 from shardwise.errors import UserError
 

@@ -66,7 +66,7 @@ class Renderer:
         """The chosen and the rejected conversation; only the answers are learned, their prompt is the same tokens."""
         chosen, rejected = self._answers(example, (example.chosen, example.rejected))
         prompts = [d.tokens[: np.argmax(d.learned)] for d in (chosen, rejected)]
-        if not np.array_equal(*prompts):
+        if not np.array_equal(prompts[0], prompts[1]):
             problem = "the template renders the prompt differently before the chosen and the rejected answer"
             raise BadRow(example.where, example.number, problem, "let both answer the same messages")
         return chosen, rejected
