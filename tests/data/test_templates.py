@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.templates import CHATML, FAMILIES, Message, family_tokenizer
+from support.templates import CHATML, FAMILIES, Message, family_tokenizer, smollm2
 
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.render import Renderer, check_template
@@ -38,6 +38,11 @@ ODD = [
     "Be kind.",
 ]
 TOOLS = ({"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}},)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _embedded() -> None:
+    smollm2()  # from the cache that tests share, before each has one of its own
 
 
 def words(rng: random.Random, earlier: list[str], blanks: bool) -> str:
@@ -151,7 +156,7 @@ def test_tool_calls_are_learned_and_results_are_not(name: str) -> None:
         seen += any("tool_calls" in m for m in messages)
         document = one(tokenizer, chat(messages, tools=TOOLS))
         assert learned(tokenizer, document) == [family.turn(messages, i) for i in answers(messages)]
-        assert "Finds." in tokenizer.decode(document.tokens)
+        assert ("Finds." in tokenizer.decode(document.tokens)) == ("tools" in family.template)
     assert seen > 5
 
 
@@ -243,8 +248,9 @@ REFUSED = {
     "twice": (CHATML.replace("m.content", "m.content + m.content"), "changes the assistant's text"),
     "no end": (CHATML.replace("<|im_end|>", ""), "with no special token"),
     "no end of the last": (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if not loop.last %}{{ '<|im_end|>\n' }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_end|>\n<|im_start|>assistant\n' }}{% endif %}",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_end|>\n<|im_start|>assistant\n' }}{% endif %}",
         "with no special token",
     ),
     "another prompt": (
@@ -371,7 +377,7 @@ def test_tokens_are_taken_as_they_are() -> None:
         assert isinstance(bad, BadRow)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "trimmed", "pieces", "smollm2"])
+@pytest.mark.parametrize("kind", ["bytes", "trimmed", "smollm2"])
 def test_pair(kind: str) -> None:
     tokenizer = family_tokenizer("chatml", kind)
     document = one(tokenizer, Example("a", 0, "pair", prompt="What is the", text=" state of it?"))

@@ -86,7 +86,7 @@ MISTRAL_V1 = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
 MISTRAL_V3 = """\
 {%- set ns = namespace(last=-1, system='') -%}
@@ -137,21 +137,21 @@ DEEPSEEK = """\
 {{- bos_token -}}
 {%- for m in messages -%}
 {%- if m.role == 'system' -%}{{- m.content -}}
-{%- elif m.role == 'user' -%}{{- '<｜User｜>' + m.content -}}
-{%- elif m.role == 'tool' -%}{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' -}}
+{%- elif m.role == 'user' -%}{{- '<|User|>' + m.content -}}
+{%- elif m.role == 'tool' -%}{{- '<|tool_output_begin|>' + m.content + '<|tool_output_end|>' -}}
 {%- elif m.tool_calls -%}
-{{- '<｜Assistant｜><｜tool▁calls▁begin｜>' -}}
+{{- '<|Assistant|><|tool_calls_begin|>' -}}
 {%- for c in m.tool_calls -%}
-{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\n' + c.function.arguments | tojson -}}
-{{- '<｜tool▁call▁end｜>' -}}
+{{- '<|tool_call_begin|>function<|tool_sep|>' + c.function.name + '\n' + c.function.arguments | tojson -}}
+{{- '<|tool_call_end|>' -}}
 {%- endfor -%}
-{{- '<｜tool▁calls▁end｜>' + eos_token -}}
-{%- else -%}{{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token -}}
+{{- '<|tool_calls_end|>' + eos_token -}}
+{%- else -%}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + eos_token -}}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<｜Assistant｜>' -}}{%- endif -%}"""
+{%- if add_generation_prompt -%}{{- '<|Assistant|>' -}}{%- endif -%}"""
 # Reasoning models are asked with the tag already open, which finished answers do not have.
-DEEPSEEK_R1 = DEEPSEEK.replace("'<｜Assistant｜>' -}}{%- endif -%}", "'<｜Assistant｜><think>\n' -}}{%- endif -%}")
+DEEPSEEK_R1 = DEEPSEEK.replace("'<|Assistant|>' -}}{%- endif -%}", "'<|Assistant|><think>\n' -}}{%- endif -%}")
 QWEN25 = """\
 {%- if tools -%}
 {{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'Be kind.') + '\n\n<tools>' -}}
@@ -258,15 +258,15 @@ def _mistral_call(call: Message) -> str:
 
 
 def _deepseek_turn(messages: Sequence[Message], index: int) -> str:
-    message, end = messages[index], "<｜end▁of▁sentence｜>"
+    message, end = messages[index], "<|end_of_sentence|>"
     if not message.get("tool_calls"):
         return str(message["content"]).split("</think>")[-1] + end
     calls = "".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c['function']['name']}\n"
-        f"{json.dumps(c['function']['arguments'], ensure_ascii=False)}<｜tool▁call▁end｜>"
+        f"<|tool_call_begin|>function<|tool_sep|>{c['function']['name']}\n"
+        f"{json.dumps(c['function']['arguments'], ensure_ascii=False)}<|tool_call_end|>"
         for c in message["tool_calls"]
     )
-    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>{end}"
+    return f"<|tool_calls_begin|>{calls}<|tool_calls_end|>{end}"
 
 
 def _qwen25_turn(messages: Sequence[Message], index: int) -> str:
@@ -302,8 +302,8 @@ _IM = ("<|im_start|>", "<|im_end|>")
 _LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
 _V3 = ("[TOOL_CALLS]", *(f"[{s}{w}]" for w in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS") for s in ("", "/")))
 _DEEP = (
-    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
-    *(f"<｜tool▁{what}▁{side}｜>" for what in ("calls", "call", "output") for side in ("begin", "end")),
+    *("<|begin_of_sentence|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>", "<|tool_sep|>"),
+    *(f"<|tool_{what}_{side}|>" for what in ("calls", "call", "output") for side in ("begin", "end")),
 )
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 _COMMAND = (
@@ -315,7 +315,7 @@ FAMILIES: dict[str, Family] = {
     "chatml": Family(CHATML, _end("<|im_end|>"), "<|im_end|>", special=_IM),
     "llama2": Family(LLAMA2, _end(" </s>", " ", trim=True), "</s>", "<s>", blanks=False),
     "llama3": Family(LLAMA3, _llama_turn, "<|eot_id|>", "<|begin_of_text|>", _LLAMA, tools=True, blanks=False),
-    "mistral-v1": Family(MISTRAL_V1, _end("</s>"), "</s>", "<s>", system=False),
+    "mistral-v1": Family(MISTRAL_V1, _end("</s>", " "), "</s>", "<s>", system=False),
     "mistral-v3": Family(
         MISTRAL_V3, _calls(_mistral_call, "</s>", "[TOOL_CALLS] [", ", ", "]", head=" "), "</s>", "<s>", _V3, tools=True
     ),
@@ -326,9 +326,9 @@ FAMILIES: dict[str, Family] = {
         PHI3, _end("<|end|>"), "<|endoftext|>", special=("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
     ),
     "zephyr": Family(ZEPHYR, _end("</s>", "\n"), "</s>", "<s>"),
-    "deepseek": Family(DEEPSEEK, _deepseek_turn, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", _DEEP, tools=True),
+    "deepseek": Family(DEEPSEEK, _deepseek_turn, "<|end_of_sentence|>", "<|begin_of_sentence|>", _DEEP, tools=True),
     "deepseek-r1": Family(
-        DEEPSEEK_R1, _deepseek_turn, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", _DEEP, tools=True
+        DEEPSEEK_R1, _deepseek_turn, "<|end_of_sentence|>", "<|begin_of_sentence|>", _DEEP, tools=True
     ),
     "qwen2.5": Family(QWEN25, _qwen25_turn, "<|im_end|>", special=_IM, tools=True),
     "qwen3": Family(QWEN3, _qwen3_turn, "<|im_end|>", special=_IM),
@@ -357,7 +357,8 @@ FAMILIES: dict[str, Family] = {
 
 
 @lru_cache
-def _smollm2() -> Any:
+def smollm2() -> Any:
+    """The tokenizer of the embedded model."""
     from shardwise.config.schema import Model
     from shardwise.models.source import find_model
 
@@ -370,10 +371,7 @@ def family_tokenizer(name: str, kind: str = "bytes") -> Any:
     from support.chat import chat_tokenizer
 
     family = FAMILIES[name]
-    if kind == "smollm2":
-        tokenizer = copy.deepcopy(_smollm2())
-    else:
-        tokenizer = chat_tokenizer(None, kind=kind)
+    tokenizer = copy.deepcopy(smollm2()) if kind == "smollm2" else chat_tokenizer(None, kind=kind)
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
     tokenizer.add_special_tokens({"eos_token": family.eos} | ({"bos_token": family.bos} if family.bos else {}))
     tokenizer.chat_template = family.template

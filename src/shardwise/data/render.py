@@ -221,14 +221,14 @@ def _encoder(tokenizer: Any) -> Any:
     special tokens, which we do not ask for.
     """
     inner = tokenizer.backend_tokenizer
+    inner.no_truncation()  # as the tokenizer's own call does
+    inner.no_padding()
     encoding = inner.encode("a a", add_special_tokens=False)
     if len(encoding) > 1 and encoding.token_to_chars(len(encoding) - 1)[0] == 2 and _blank_first(encoding.tokens[-1]):
         from tokenizers import Tokenizer, processors
 
         inner = Tokenizer.from_str(inner.to_str())
         inner.post_processor = processors.Sequence([])
-    inner.no_truncation()  # as the tokenizer's own call does
-    inner.no_padding()
     return inner
 
 

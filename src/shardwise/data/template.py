@@ -488,9 +488,9 @@ def _renamed(call: Any, name: str, stamp: str) -> Any:
 
 def _changed(value: Any, stamp: str) -> Any:
     if isinstance(value, dict):
-        return {key: _changed(item, stamp) for key, item in value.items()}
+        return {key: _changed(item, stamp) for key, item in value.items()} or {stamp: stamp}
     if isinstance(value, list):
-        return [_changed(item, stamp) for item in value]
+        return [_changed(item, stamp) for item in value] or [stamp]
     return f"{value}{stamp}" if isinstance(value, str) else stamp
 
 
