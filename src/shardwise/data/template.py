@@ -92,8 +92,6 @@ class ChatTemplate:
         special |= set(tokenizer.all_special_tokens)
         self._special = any_of(special)
         self._marks = any_of(special | set(tokenizer.get_added_vocab()))
-        # A search for hundreds of words at every letter is slow; that for the few ways in which they begin is not.
-        self._beginnings = sorted({word[:2] for word in special if word.strip()})
         self._known: _Manner | None = None
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], _Shape | None] = {}
 
@@ -134,8 +132,9 @@ class ChatTemplate:
         occurrence is text, so the row is refused.
         """
         for index, message in enumerate(messages):
-            for text in _strings(message):
-                if any(b in text for b in self._beginnings) and (found := self._special.search(text)):
+            plain = len(message) == 2 and isinstance(message.get("content"), str)
+            for text in (message["content"],) if plain else _strings(message):
+                if found := self._special.search(text):
                     problem = f"the content spells {found[0]}, which the tokenizer reads as markup"
                     raise RowFault(problem, "write it differently (a space inside will do) or delete the row", index)
         for text in _strings(list(tools)):
