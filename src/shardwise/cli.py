@@ -148,6 +148,9 @@ def export(
     dtype: Annotated[str, typer.Option(help="auto (as the original weights), bf16, fp16 or fp32.")] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "4GiB",
     overwrite: Annotated[bool, typer.Option(help="Replace the target if it exists.")] = False,
+    changed_tokenizer: Annotated[
+        bool, typer.Option("--changed-tokenizer", help="Go on if the tokenizer changed.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a standard Hugging Face folder, streamed in bounded memory."""
     from shardwise.checkpoint.hf import DTYPES, export_checkpoint, find_checkpoint
@@ -163,7 +166,7 @@ def export(
         raise UserError("--shard-size", shard_size, str(error), "write e.g. 4GiB") from None
     found = find_checkpoint(checkpoint)
     _say(f"exporting {found}")
-    export_checkpoint(found, target, dtype, size, overwrite, _say)
+    export_checkpoint(found, target, dtype, size, overwrite, _say, changed_tokenizer=changed_tokenizer)
     print(f"the model lies in {target}")
 
 
@@ -183,6 +186,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    changed_tokenizer: Annotated[
+        bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
+    ] = False,
 ) -> None:
     """Talk to a model in the terminal: /help shows the commands."""
     from rich.console import Console
@@ -191,7 +197,7 @@ def chat(
     from shardwise.serve.chat import chat as run_chat
     from shardwise.serve.generate import Sampling
 
-    loaded, tokenizer = load_for_inference(model)
+    loaded, tokenizer = load_for_inference(model, changed_tokenizer)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model)
 

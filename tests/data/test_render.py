@@ -20,7 +20,8 @@ from support.chat import (
 )
 from support.tiny import CHATML
 
-from shardwise.data.render import BATCH, Document, check_template, render_rows
+from shardwise.data.examples import Document
+from shardwise.data.render import BATCH, check_template, render_rows
 from shardwise.data.rows import Row
 from shardwise.errors import UserError
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, list_checkpoints, load_tensors
+from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -39,12 +40,18 @@ def export_checkpoint(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda _: None,
     verified: bool = False,
+    changed_tokenizer: bool = False,
 ) -> Path:
-    """Writes a folder that `transformers` loads; the folder appears whole or not at all."""
+    """Writes a folder that `transformers` loads; the folder appears whole or not at all.
+
+    Unless `changed_tokenizer`, the checkpoint's tokenizer must still give the tokens that the model was trained on.
+    """
     target = Path(os.path.abspath(target.expanduser()))  # "." has a name too
     _check_target(target, checkpoint, overwrite)
     if not verified:
         check_whole(checkpoint)
+        if not changed_tokenizer:
+            _check_tokenizer(checkpoint)
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -56,6 +63,21 @@ def export_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _check_tokenizer(checkpoint: Path) -> None:
+    """Its files are whole, but another version of transformers may read them otherwise."""
+    from transformers import AutoTokenizer
+
+    if not (checkpoint / MODEL / FILE).is_file():
+        return  # written before checkpoints had one
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
+    except (OSError, ValueError) as error:
+        problem = f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
+        remedy = "pass --changed-tokenizer to export it as it is"
+        raise UserError("checkpoint", str(checkpoint), problem, remedy) from None
+    check_fingerprint(checkpoint / MODEL, tokenizer, "checkpoint")
 
 
 def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwise.data.anchors import Anchors
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.errors import UserError
@@ -55,6 +56,7 @@ class Renderer:
         self.last = [eos] if eos is not None else []
         self.template = ChatTemplate(tokenizer)
         self.encoder = _encoder(tokenizer)
+        self.anchors = Anchors(tokenizer, self.encoder)
 
     def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         """A document for each example, or why there is none, in order."""
@@ -66,7 +68,7 @@ class Renderer:
         """The chosen and the rejected conversation; only the answers are learned, their prompt is the same tokens."""
         chosen, rejected = self._answers(example, (example.chosen, example.rejected))
         prompts = [d.tokens[: np.argmax(d.learned)] for d in (chosen, rejected)]
-        if not np.array_equal(*prompts):
+        if not np.array_equal(prompts[0], prompts[1]):
             problem = "the template renders the prompt differently before the chosen and the rejected answer"
             raise BadRow(example.where, example.number, problem, "let both answer the same messages")
         return chosen, rejected
@@ -160,13 +162,14 @@ class Renderer:
                 yield self._document(example, plan, next(encodings))
 
     def _encoded(self, texts: list[str]) -> Iterator[Any]:
+        encode = self.encoder.encode_batch_fast if self.anchors.usable else self.encoder.encode_batch
         for at in range(0, len(texts), ENCODE):
-            yield from self.encoder.encode_batch(texts[at : at + ENCODE], add_special_tokens=False)
+            yield from encode(texts[at : at + ENCODE], add_special_tokens=False)
 
     def _document(self, example: Example, plan: _Plan, encoding: Any) -> Document | BadRow:
         ids = np.array(encoding.ids, dtype=np.int32)
         learned = np.zeros(len(ids), dtype=bool)
-        for begin, end in token_spans(encoding, plan.spans, len(plan.text)):
+        for begin, end in self._token_spans(plan, ids, encoding):
             learned[begin:end] = True
         if plan.plain:
             if example.kind == "pair" and example.text and not learned.any():
@@ -179,6 +182,15 @@ class Renderer:
             learned = np.concatenate([[False] * len(first), learned, [plan.ends] * len(last)]).astype(bool)
         learned[:1] = False
         return Document(example.where, example.number, ids, learned)
+
+    def _token_spans(self, plan: _Plan, ids: np.ndarray, encoding: Any) -> list[Span]:
+        if plan.spans == [(0, len(plan.text))]:
+            return [(0, len(ids))]
+        if self.anchors.usable:
+            if not plan.plain and (found := self.anchors.token_spans(plan.text, ids, plan.spans)) is not None:
+                return found
+            encoding = self.encoder.encode(plan.text, add_special_tokens=False)
+        return token_spans(encoding, plan.spans, len(plan.text))
 
     def _tokens(self, example: Example) -> Document | BadRow:
         count, problem = len(self.tokenizer), ""
@@ -221,14 +233,14 @@ def _encoder(tokenizer: Any) -> Any:
     special tokens, which we do not ask for.
     """
     inner = tokenizer.backend_tokenizer
+    inner.no_truncation()  # as the tokenizer's own call does
+    inner.no_padding()
     encoding = inner.encode("a a", add_special_tokens=False)
     if len(encoding) > 1 and encoding.token_to_chars(len(encoding) - 1)[0] == 2 and _blank_first(encoding.tokens[-1]):
         from tokenizers import Tokenizer, processors
 
         inner = Tokenizer.from_str(inner.to_str())
         inner.post_processor = processors.Sequence([])
-    inner.no_truncation()  # as the tokenizer's own call does
-    inner.no_padding()
     return inner
 
 

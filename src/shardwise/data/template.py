@@ -17,9 +17,8 @@ are the places taken over. So the quick way is checked for every row and costs o
 
 from __future__ import annotations
 
-import os.path
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +92,6 @@ class ChatTemplate:
         special |= set(tokenizer.all_special_tokens)
         self._special = any_of(special)
         self._marks = any_of(special | set(tokenizer.get_added_vocab()))
-        # A search for hundreds of words at every letter is slow; that for the few ways in which they begin is not.
-        self._beginnings = sorted({word[:2] for word in special if word.strip()})
         self._known: _Manner | None = None
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], _Shape | None] = {}
 
@@ -102,7 +99,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompt: bool = False) -> str:
         """The conversation as text; `prompt` adds what asks for the next answer."""
-        return self._apply(list(messages), tools, prompt)
+        return str(self._apply(list(messages), tools, prompt))
 
     def render_many(self, conversations: Sequence[Sequence[Message]]) -> list[str | RowFault]:
         """Conversations without tools, in one call where none of them is refused."""
@@ -135,8 +132,9 @@ class ChatTemplate:
         occurrence is text, so the row is refused.
         """
         for index, message in enumerate(messages):
-            for text in _strings(message):
-                if any(b in text for b in self._beginnings) and (found := self._special.search(text)):
+            plain = len(message) == 2 and isinstance(message.get("content"), str)
+            for text in (message["content"],) if plain else _strings(message):
+                if found := self._special.search(text):
                     problem = f"the content spells {found[0]}, which the tokenizer reads as markup"
                     raise RowFault(problem, "write it differently (a space inside will do) or delete the row", index)
         for text in _strings(list(tools)):
@@ -259,7 +257,7 @@ class _Search:
         self.template, self.text, self.messages, self.tools = template, text, messages, tools
         self.stamps = stamps(text, len(messages))
         self.ends: dict[int, int] = {}  # message → where its content ends
-        self.inside = True  # whether the stamps stand before the blanks at the end of a content, or behind them
+        self.inside: dict[int, bool] = {}  # whether its stamp stood before the blanks at its end, or behind them
 
     def spans(self, wanted: tuple[int, ...]) -> list[Span]:
         self._find_ends(wanted)
@@ -276,7 +274,8 @@ class _Search:
         if index not in self.ends:
             raise self._lost(index)
         place = self.ends[index]
-        self._same_words(self.text[begin:place], message["content"])
+        if not _same_words(self.text[begin:place], message["content"]):
+            raise _other_words(index)
         return begin, self._end(index, place, manner)
 
     def _other(self, index: int) -> Span:
@@ -285,7 +284,7 @@ class _Search:
             raise self._lost(index)
         place, words = self.ends[index], _said(self.messages[index])
         if not self.text[:place].rstrip().endswith(words):
-            raise changes_text()
+            raise _other_words(index)
         begin = len(self.text[:place].rstrip()) - len(words)
         closing = self.template._manner().closing
         blank = len(self.text) - len(self.text[place:].lstrip())
@@ -297,37 +296,43 @@ class _Search:
         # A stamp in an empty content may change what the template does: only where it is needed.
         everyone = {i for i, m in enumerate(self.messages) if _said(m) or (i in wanted and not m.get("tool_calls"))}
         needed = {i for i in wanted if not self.messages[i].get("tool_calls")}
-        for self.inside in (True, False):
-            found = self._stamped(everyone)
-            if found is not None and needed <= found.keys():
-                self.ends = found
+        for inside in (True, False):
+            if needed <= (found := self._stamped(everyone, inside)).keys():
+                self._note(found, inside)
                 return
-        # Together they change the rendering; each alone, with the message before it, may not.
-        for index in needed:
-            for which in ({index - 1, index} & everyone, {index}):
-                for self.inside in (True, False):
-                    if index not in self.ends:
-                        self.ends |= self._stamped(which) or {}
+        for index in needed:  # together they change the rendering; each alone may not
+            self._find_end(index)
 
-    def _stamped(self, which: Iterable[int]) -> dict[int, int] | None:
-        """Where the contents of these messages end; None if the stamps change more than they add."""
+    def _find_end(self, index: int) -> int | None:
+        """Where the content of one message ends, found with a stamp in it alone if it is not known yet."""
+        for inside in (True, False):
+            if index not in self.ends:
+                self._note(self._stamped({index}, inside), inside)
+        return self.ends.get(index)
+
+    def _note(self, found: dict[int, int], inside: bool) -> None:
+        self.ends |= found
+        self.inside |= dict.fromkeys(found, inside)
+
+    def _stamped(self, which: Iterable[int], inside: bool) -> dict[int, int]:
+        """Where the contents of these messages end; nothing if the stamps change more than they add."""
         try:
-            marked = self._render(self._stamp(self.messages, which))
+            marked = self._render(self._stamp(self.messages, which, inside))
         except RowFault:
-            return None
+            return {}
         places = sorted((marked.find(self.stamps[i]), i) for i in which if self.stamps[i] in marked)
         found, bare, at = {}, [], 0
-        for count, (place, index) in enumerate(places):
-            found[index] = place - sum(len(self.stamps[i]) for _, i in places[:count])
+        for place, index in places:
             bare.append(marked[at:place])
+            found[index] = sum(map(len, bare))
             at = place + len(self.stamps[index])
-        return found if "".join([*bare, marked[at:]]) == self.text else None
+        return found if "".join([*bare, marked[at:]]) == self.text else {}
 
-    def _stamp(self, messages: list[Message], which: Iterable[int]) -> list[Message]:
+    def _stamp(self, messages: list[Message], which: Iterable[int], inside: bool) -> list[Message]:
         stamped = list(messages)
         for index in which:
             content = str(messages[index].get("content") or "")
-            end = len(content.rstrip()) if self.inside else len(content)
+            end = len(content.rstrip()) if inside else len(content)
             stamped[index] = messages[index] | {"content": content[:end] + self.stamps[index] + content[end:]}
         return stamped
 
@@ -335,37 +340,32 @@ class _Search:
         """Why an answer's end is not there: words are cut or changed, or only so once more turns follow."""
         cut = self.messages[: index + 1]
         alone = _Search(self.template, self._render(cut), cut, self.tools)
-        if index < len(self.messages) - 1 and alone._stamped({index}):
+        if index < len(self.messages) - 1 and alone._find_end(index) is not None:
             return rewrites_turns()
-        return changes_text()
-
-    def _same_words(self, turn: str, content: str) -> None:
-        """The template may trim blanks and drop thoughts, which end with a tag; anything else changes the answer."""
-        got, said = "".join(turn.split()), "".join(content.split())
-        if got.endswith(said):
-            return
-        if said.endswith(got) and said[: len(said) - len(got)].endswith((">", "]")):
-            return
-        raise changes_text()
+        return _other_words(index)
 
     # --- beginning and end of a turn ---------------------------------------------------------------------------------
 
     def _begin(self, index: int, manner: _Manner) -> int:
         if index == 0:
             raise RowFault("the conversation begins with the assistant", "begin with a user or system message")
-        before = self._render(self.messages[:index], prompt=True) + manner.header
-        gap, place = "", self.ends.get(index - 1)
-        if place is not None:
-            marked = self._render(self._stamp(self.messages[:index], {index - 1}), prompt=True) + manner.header
-            gap = marked.partition(self.stamps[index - 1])[2]
         limit = self.ends.get(index, len(self.text))
-        for forced in (0, len(manner.forced)):
-            if self.text.startswith(before[: len(before) - forced]) and len(before) - forced <= limit:
-                return len(before) - forced
-            near = gap[: len(gap) - forced]
-            if place is not None and near and self.text.startswith(near, place) and place + len(near) <= limit:
-                return place + len(near)
+        for place, prompt in self._prompts(index, manner):
+            for forced in ("", manner.forced):
+                end = place + len(prompt) - len(forced)
+                if end <= limit and prompt.endswith(forced) and self.text[place:end] == prompt[: end - place]:
+                    return end
         raise rewrites_turns()
+
+    def _prompts(self, index: int, manner: _Manner) -> Iterator[tuple[int, str]]:
+        """What asks for an answer, and where it stands: all of it, or as earlier turns may be rewritten, its end."""
+        yield 0, self._render(self.messages[:index], prompt=True) + manner.header
+        for near in range(index - 1, max(index - 3, -1), -1):
+            if (place := self._find_end(near)) is not None:
+                stamped = self._stamp(self.messages[:index], {near}, self.inside[near])
+                prompt = self._render(stamped, prompt=True).partition(self.stamps[near])[2] + manner.header
+                if prompt:
+                    yield place, prompt
 
     def _end(self, index: int, place: int, manner: _Manner) -> int:
         rest = self.text[place:]
@@ -377,7 +377,7 @@ class _Search:
         last = rest
         if index < len(self.messages) - 1:
             cut = self.messages[: index + 1]
-            last = self._render(self._stamp(cut, {index})).partition(self.stamps[index])[2]
+            last = self._render(self._stamp(cut, {index}, self.inside[index])).partition(self.stamps[index])[2]
         end = self.template.end_of_turn(last)
         if end is None:
             raise no_end()
@@ -463,6 +463,17 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(item)
 
 
+def _same_words(turn: str, content: str) -> bool:
+    """A template may trim blanks and drop thoughts, which end with a tag; anything else changes the answer."""
+    got, said = "".join(turn.split()), "".join(content.split())
+    return got.endswith(said) or (said.endswith(got) and said[: len(said) - len(got)].endswith((">", "]")))
+
+
+def _other_words(index: int) -> RowFault:
+    problem = "the chat template changes the text of this message, so it cannot be found in the rendering"
+    return RowFault(problem, "write it otherwise, use data.loss_on: all, or another template", index)
+
+
 def _renamed(call: Any, name: str, stamp: str) -> Any:
     """A tool call with another name and other arguments; its id stays, of which some templates ask a length."""
     if not isinstance(call, dict):
@@ -476,14 +487,15 @@ def _renamed(call: Any, name: str, stamp: str) -> Any:
 
 def _changed(value: Any, stamp: str) -> Any:
     if isinstance(value, dict):
-        return {key: _changed(item, stamp) for key, item in value.items()}
+        return {key: _changed(item, stamp) for key, item in value.items()} or {stamp: stamp}
     if isinstance(value, list):
-        return [_changed(item, stamp) for item in value]
+        return [_changed(item, stamp) for item in value] or [stamp]
     return f"{value}{stamp}" if isinstance(value, str) else stamp
 
 
 def _common_end(one: str, other: str) -> int:
-    return len(os.path.commonprefix([one[::-1], other[::-1]]))
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _trim(padded: str, mark: str) -> Callable[[str], str] | None:

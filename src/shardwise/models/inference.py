@@ -10,12 +10,16 @@ import torch
 from shardwise.checkpoint.hf import PREFIX, find_checkpoint
 from shardwise.checkpoint.store import MODEL, check_whole, list_checkpoints, load_tensors
 from shardwise.config.schema import Model
+from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
 from shardwise.models.source import find_model
 
 
-def load_for_inference(name: str) -> tuple[Any, Any]:
-    """Model and tokenizer, on the GPU if there is one, else in fp32 on the CPU."""
+def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any, Any]:
+    """Model and tokenizer, on the GPU if there is one, else in fp32 on the CPU.
+
+    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -29,9 +33,14 @@ def load_for_inference(name: str) -> tuple[Any, Any]:
         checkpoint = find_checkpoint(path)
         check_whole(checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
+        if not changed_tokenizer:
+            check_fingerprint(checkpoint / MODEL, tokenizer)
         return _from_checkpoint(checkpoint).to(device).eval(), tokenizer
     source = find_model(Model(name=str(path) if path.exists() else name))
     assert source.weights is not None
+    tokenizer = source.load_tokenizer()
+    if not changed_tokenizer:
+        check_fingerprint(source.weights, tokenizer)
     transformers_logging.disable_progress_bar()  # a second or two; the answer is what people wait for
     model, report = AutoModelForCausalLM.from_pretrained(source.weights, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
@@ -39,7 +48,7 @@ def load_for_inference(name: str) -> tuple[Any, Any]:
         problem = f"its files lack {len(missing)} tensors, {missing[0]} among them"
         raise UserError("model", name, problem, "fetch it again")
     model.config.use_cache = True
-    return model.to(device).eval(), source.load_tokenizer()
+    return model.to(device).eval(), tokenizer
 
 
 def _has_checkpoint(path: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
+from shardwise.data.fingerprint import write_fingerprint
 from shardwise.models.build import class_name
 from shardwise.zero.entries import entries
 from shardwise.zero.offload import OffloadedOptimizer
@@ -74,6 +75,7 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
         generation.update(use_cache=True, **ids)  # it was made from a config that training had told to use no cache
         generation.save_pretrained(folder)
     job.tokenizer.save_pretrained(folder)
+    write_fingerprint(folder, job.tokenizer)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
