@@ -96,9 +96,10 @@ class Encoder:
         for at in range(0, len(texts), BATCH):
             some = texts[at : at + BATCH]
             plain = [self._words is not None and text.isascii() for text in some]
-            by_words = iter(self._by_words([t for t, p in zip(some, plain, strict=True) if p]))
-            whole = iter(self._whole([t for t, p in zip(some, plain, strict=True) if not p]))
-            yield from (next(by_words if p else whole) for p in plain)
+            by_words = self._by_words([t for t, p in zip(some, plain, strict=True) if p])[::-1]
+            whole = self._whole([t for t, p in zip(some, plain, strict=True) if not p])[::-1]
+            for p in plain:
+                yield by_words.pop() if p else whole.pop()
 
     def _whole(self, texts: Sequence[str]) -> list[Encoded]:
         if not texts:

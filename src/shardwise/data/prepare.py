@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from shardwise.cache import cache_root
 from shardwise.config.schema import Data, Refine
 from shardwise.data.files import content_digest, count_rows, source_files
+from shardwise.data.fingerprint import template_fingerprint
 from shardwise.data.store import TokenStore
 from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary
 from shardwise.errors import UserError
@@ -100,7 +101,7 @@ def prepare_data(
     specs += [Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary) for i, s in enumerate(evals)]
     digests = [content_digest(spec.source, spec.field) for spec in specs]
     everything = hashlib.sha256("".join(digests).encode()).hexdigest()
-    shape = template_of(tokenizer)
+    shape = template_fingerprint(tokenizer)
     folders = [
         cache_root() / "data" / _key(spec, digest, shape, everything)
         for spec, digest in zip(specs, digests, strict=True)
@@ -218,12 +219,6 @@ def _follow(specs: list[Spec], folders: list[Path], lock: Path, early: bool, tel
             done.add(read_summary(folder, number)[0])
             tell(source, done.rows, total, done.tokens)
             number += 1
-
-
-def template_of(tokenizer: Any) -> str:
-    """What of a tokenizer and its template shapes tokens, in a few letters."""
-    words = [tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
-    return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.data.anchors import Anchors
+from shardwise.data.encode import Encoded, Encoder, Joined
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.errors import UserError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shardwise.data.rows import Row
 
 BATCH = 256  # examples that are rendered in one call
-ENCODE = 32  # texts that are tokenised in one call; more at a time is slower (their encodings leave the cache)
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class Renderer:
         self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
         self.last = [eos] if eos is not None else []
         self.template = ChatTemplate(tokenizer)
-        self.encoder = _encoder(tokenizer)
-        self.anchors = Anchors(tokenizer, self.encoder)
+        self.encoder = Encoder(_inner(tokenizer))
 
     def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         """A document for each example, or why there is none, in order."""
@@ -152,7 +150,7 @@ class Renderer:
     def _documents(
         self, examples: Sequence[Example], plans: list[_Plan | BadRow | None]
     ) -> Iterator[Document | BadRow]:
-        encodings = self._encoded([p.text for p in plans if isinstance(p, _Plan)])
+        encodings = self.encoder.encode([p.text for p in plans if isinstance(p, _Plan)])
         for example, plan in zip(examples, plans, strict=True):
             if plan is None:
                 yield self._tokens(example)
@@ -161,16 +159,11 @@ class Renderer:
             else:
                 yield self._document(example, plan, next(encodings))
 
-    def _encoded(self, texts: list[str]) -> Iterator[Any]:
-        encode = self.encoder.encode_batch_fast if self.anchors.usable else self.encoder.encode_batch
-        for at in range(0, len(texts), ENCODE):
-            yield from encode(texts[at : at + ENCODE], add_special_tokens=False)
-
-    def _document(self, example: Example, plan: _Plan, encoding: Any) -> Document | BadRow:
-        ids = np.array(encoding.ids, dtype=np.int32)
+    def _document(self, example: Example, plan: _Plan, encoded: Encoded | Joined) -> Document | BadRow:
+        ids = encoded.ids
         learned = np.zeros(len(ids), dtype=bool)
-        for begin, end in self._token_spans(plan, ids, encoding):
-            learned[begin:end] = True
+        for begin, end in plan.spans:  # tokens that begin within them
+            learned[encoded.first_from(begin) : encoded.first_from(end)] = True
         if plan.plain:
             if example.kind == "pair" and example.text and not learned.any():
                 problem = "the answer is part of the token that ends the prompt, so none of it would be learned"
@@ -182,15 +175,6 @@ class Renderer:
             learned = np.concatenate([[False] * len(first), learned, [plan.ends] * len(last)]).astype(bool)
         learned[:1] = False
         return Document(example.where, example.number, ids, learned)
-
-    def _token_spans(self, plan: _Plan, ids: np.ndarray, encoding: Any) -> list[Span]:
-        if plan.spans == [(0, len(plan.text))]:
-            return [(0, len(ids))]
-        if self.anchors.usable:
-            if not plan.plain and (found := self.anchors.token_spans(plan.text, ids, plan.spans)) is not None:
-                return found
-            encoding = self.encoder.encode(plan.text, add_special_tokens=False)
-        return token_spans(encoding, plan.spans, len(plan.text))
 
     def _tokens(self, example: Example) -> Document | BadRow:
         count, problem = len(self.tokenizer), ""
@@ -225,7 +209,7 @@ def _rest(spans: list[Span], length: int) -> list[Span]:
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
-def _encoder(tokenizer: Any) -> Any:
+def _inner(tokenizer: Any) -> Any:
     """The tokenizer's inner part, with the offsets of whole tokens.
 
     Byte-level tokenizers may trim blanks from offsets. A token that has the blank at the end of a prompt would then
@@ -246,28 +230,6 @@ def _encoder(tokenizer: Any) -> Any:
 
 def _blank_first(token: str) -> bool:
     return token[:1] in ("Ġ", "▁", " ")
-
-
-def token_spans(encoding: Any, spans: Sequence[Span], length: int) -> list[Span]:
-    """Tokens that begin within each span of characters."""
-    found = []
-    for begin, end in spans:
-        first = _first_from(encoding, begin, length)
-        found.append((first, max(first, _first_from(encoding, end, length))))
-    return found
-
-
-def _first_from(encoding: Any, place: int, length: int) -> int:
-    """The first token that begins at this character or later; a token without width counts where it stands."""
-    if place >= length:
-        return len(encoding)
-    token = encoding.char_to_token(place)
-    if token is None:  # characters that the normaliser took away: no token covers them
-        begins = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
-        late = np.flatnonzero(begins >= place)
-        return int(late[0]) if len(late) else len(encoding)
-    begin, _ = encoding.token_to_chars(token)
-    return int(token) if begin >= place else int(token) + 1
 
 
 def check_template(tokenizer: Any, field: str) -> None:

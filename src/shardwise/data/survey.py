@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardwise.config.schema import Data, Run
 from shardwise.data.bill import Bill, PackingBill, SourceBill
 from shardwise.data.examples import BadRow, Fates
+from shardwise.data.fingerprint import template_fingerprint
 from shardwise.data.loader import Loader
 from shardwise.data.mixing import SourceStream, passes_per_epoch, source_names
-from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data, template_of
+from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data
 from shardwise.data.preview import Sample
 from shardwise.data.render import Renderer
 from shardwise.data.tokenise import ChunkMaker, RowReader, Spec, look
@@ -104,7 +106,7 @@ def bill_of(found: Survey) -> Bill:
     packing = PackingBill(
         data.packing, sequences, documents, tokens, data.sequence_length, data.packing_window
     )  # fmt: skip
-    template = template_of(found.tokenizer)
+    template = template_fingerprint(found.tokenizer)
     return Bill(bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length)
 
 
@@ -119,8 +121,12 @@ def samples_of(found: Survey, wanted: int) -> list[Sample]:
     samples: list[Sample] = []
     for name, one in _named(found):
         numbers = set(spread(one.known["rows"], wanted))
-        samples += _rendered(found, name, one.spec, lambda number, _, numbers=numbers: number in numbers)
+        samples += _rendered(found, name, one.spec, partial(_among, numbers))
     return samples
+
+
+def _among(numbers: set[int], number: int, where: str) -> bool:
+    return number in numbers
 
 
 def sample_at(found: Survey, place: str) -> Sample:
