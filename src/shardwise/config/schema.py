@@ -93,8 +93,8 @@ class Source(Section):
     subset: str | None = Field(default=None, description="of a dataset (its config name)")
     streaming: bool = Field(default=False, description="read a hub dataset as it arrives, without storing it")
     weight: Number = Field(default=1.0, gt=0, description="how often its rows come up, against those of other sources")
-    epochs: Number | None = Field(
-        default=None, gt=0, description="passes over it in each epoch of the run; instead of a weight"
+    epochs: Positive | None = Field(
+        default=None, description="passes over it in each epoch of the run; instead of a weight"
     )
 
 

@@ -63,7 +63,8 @@ class Joined:
 
     def __init__(self, texts: list[str], pieces: list[Piece]) -> None:
         self._texts, self._pieces = texts, pieces
-        self.ids = np.array(list(chain.from_iterable([p[0] for p in pieces])), dtype=np.int32)
+        self._lists = [ids for ids, _ in pieces]
+        self.ids = np.array(list(chain.from_iterable(self._lists)), dtype=np.int32)
         self._places: list[int] = []
         self._tokens: list[int] = []
 
@@ -71,7 +72,7 @@ class Joined:
         """The first token that begins at this character or later."""
         if not self._places:
             self._places = list(accumulate(map(len, self._texts), initial=0))
-            self._tokens = list(accumulate((len(p[0]) for p in self._pieces), initial=0))
+            self._tokens = list(accumulate(map(len, self._lists), initial=0))
         index = min(bisect_right(self._places, place), len(self._pieces)) - 1
         inside = place - self._places[index]
         return self._tokens[index] + sum(begin < inside for begin in self._pieces[index][1])
