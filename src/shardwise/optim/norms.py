@@ -15,7 +15,8 @@ ROW = 1024
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     """The norm of one rank's tensor: fp64 on a CPU, fp32 elsewhere. Squares of both may be added up over ranks."""
     if tensor.device.type != "cpu":
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        plain: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        return plain
     flat = tensor.reshape(-1)
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     whole = flat.numel() // ROW * ROW

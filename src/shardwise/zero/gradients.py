@@ -124,7 +124,8 @@ class GradientShelf:
             squares = norms.square()
             dist.all_reduce(squares, group=shard.get_group())
             norms = squares.sqrt()
-        return torch.linalg.vector_norm(norms).float()
+        total: torch.Tensor = torch.linalg.vector_norm(norms)
+        return total.float()
 
     def settle(self) -> None:
         """Returns when everything is in the file."""
