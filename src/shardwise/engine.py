@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.config.explain import wanted
 from shardwise.config.resolve import check_places, check_plusplus
 from shardwise.config.schema import LossScale, Offload, Parallel, Section
 from shardwise.config.units import Duration, Number, Whole
@@ -212,7 +213,9 @@ def initialize(
     model.parameters() that has not stepped yet, which is rebuilt over the shards. `fill`: for a model whose
     parameters are on `meta`: writes the values into its shards.
     """
-    checked = config if isinstance(config, EngineConfig) else _check(config or {})
+    if not isinstance(model, nn.Module):
+        raise UserError("model", model, f"is a {type(model).__name__}, not a torch.nn.Module", "pass the model itself")
+    checked = config if isinstance(config, EngineConfig) else _check({} if config is None else config)
     cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
@@ -249,14 +252,20 @@ def _check_cpu(precision: str) -> None:
 
 
 def _check(values: dict[str, Any]) -> EngineConfig:
+    if not isinstance(values, dict):
+        problem = f"is a {type(values).__name__}, not a dictionary"
+        raise UserError("config", values, problem, 'pass e.g. {"parallel": {"zero": 3}}')
     try:
         return EngineConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(p) for p in first["loc"])
         known = difflib.get_close_matches(field, list(EngineConfig.model_fields), n=1)
-        remedy = f"did you mean {known[0]}?" if known and first["type"] == "extra_forbidden" else first["msg"]
-        raise UserError(f"config.{field}", first["input"], "is not accepted", remedy) from None
+        if first["type"] == "extra_forbidden":
+            remedy = f"did you mean {known[0]}?" if known else "remove it"
+            raise UserError(f"config.{field}", first["input"], "unknown key", remedy) from None
+        problem = f"is not accepted ({wanted(first)})"
+        raise UserError(f"config.{field}", first["input"], problem, "give a value that is") from None
 
 
 def _rebuilt(

@@ -5,6 +5,8 @@ Both print as one message and no traceback. Anything else that escapes is our bu
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(Exception):
     """A mistake the user can mend: which field, which value, what is wrong with it and what to do."""
@@ -19,6 +21,20 @@ class UserError(Exception):
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
         """Processes that work for us hand it on."""
         return type(self), (self.field, self.value, self.problem, self.remedy)
+
+
+class UserErrors(UserError):
+    """Several mistakes that do not depend on each other, told at once; field and remedy are the first one's."""
+
+    def __init__(self, errors: list[UserError]) -> None:
+        first = errors[0]
+        super().__init__(first.field, first.value, first.problem, first.remedy)
+        self.errors = errors
+        self.args = ("\n".join(str(error) for error in errors),)
+
+    def __reduce__(self) -> Any:
+        """As above."""
+        return type(self), (self.errors,)
 
 
 class RunFailed(Exception):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,28 @@ class Trainer:
     def __init__(self, run: str | Path | dict[str, Any] | Run, *overrides: str) -> None:
         self.loaded = load_run(run, overrides)
         self._job: Job | None = None
+        self._folder = _SoleUser(Path(self.loaded.run.output).expanduser())
 
     def prepare(self, say: Callable[[str], None] = lambda _: None) -> Job:
-        """Checks everything and readies model and data, without starting a process."""
+        """Checks everything and readies model and data, without starting a process.
+
+        An output folder that is there already is held from here on, to the end of `fit`.
+        """
         if self._job is None:
-            self._job = prepare_job(self.loaded, say)
+            if self._folder.path.is_dir():  # a new one is made by fit: a mistake leaves no folder behind
+                self._folder.claim()
+            try:
+                self._job = prepare_job(self.loaded, say)
+            except BaseException:
+                self._folder.release()
+                raise
         return self._job
 
     def fit(self, say: Callable[[str], None] = lambda _: None) -> Result:
         """Trains to the end and returns where the model lies; raises if the run fails or is stopped."""
         job = self.prepare(say)
-        with _sole_user(job.output):
+        self._folder.claim()
+        try:
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 self._fit_here(job, say)
             else:
@@ -57,6 +67,8 @@ class Trainer:
 
                 launch(job)
             return self._result(job)
+        finally:
+            self._folder.release()
 
     def _fit_here(self, job: Job, say: Callable[[str], None]) -> None:
         from shardwise.launch.cpu import cpu_env
@@ -86,20 +98,27 @@ class Trainer:
         )
 
 
-@contextlib.contextmanager
-def _sole_user(output: Path) -> Iterator[None]:
+class _SoleUser:
     """Two runs in one folder would overwrite each other's metrics and checkpoints: the second is refused."""
-    if int(os.environ.get("RANK", 0)) != 0:
-        yield
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        remedy = "wait for it to end, or choose another output folder"
-        raise UserError("output", str(output), "another run is using this folder", remedy) from None
-    try:
-        yield
-    finally:
-        lock.release()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = FileLock(path / ".lock", timeout=0, thread_local=False)
+
+    def claim(self) -> None:
+        """Takes the folder, making it if need be; does nothing if it is ours already, or for ranks beside the first."""
+        if self._lock.is_locked or int(os.environ.get("RANK", 0)) != 0:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        except Timeout:
+            remedy = "wait for it to end, or choose another output folder"
+            raise UserError("output", str(self.path), "another run is using this folder", remedy) from None
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror or error})"
+            raise UserError("output", str(self.path), problem, "choose a folder you may write to") from None
+
+    def release(self) -> None:
+        """Lets others have it."""
+        self._lock.release(force=True)

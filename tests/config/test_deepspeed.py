@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwise.config.deepspeed.__main__ import page
 from shardwise.config.deepspeed.plan import default_of
 from shardwise.config.load import from_deepspeed, load_run
 from shardwise.config.schema import Run
-from shardwise.errors import UserError
+from shardwise.errors import UserError, UserErrors
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/deepspeed/ds_config_zero3.json"
@@ -169,6 +170,9 @@ EFFECTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("zero_optimization.zero_quantized_gradients",
      {"zero_optimization__stage": 3, "zero_optimization__zero_quantized_gradients": True},
      "parallel.quantize_gradients", True),
+    ("zero_optimization.zeropp_loco_param",
+     {"zero_optimization__stage": 3, "zero_optimization__zero_quantized_gradients": True,
+      "zero_optimization__zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}, "parallel.gradient_feedback", True),
     ("zero_optimization.mics_shard_size", {"zero_optimization__stage": 3, "zero_optimization__mics_shard_size": 2},
      "parallel.shard", 2),
     ("zero_optimization.cpu_offload", {"zero_optimization__cpu_offload": True}, "offload.optimizer", "cpu"),
@@ -377,7 +381,7 @@ def test_a_loaded_run_loads_again(tmp_path: Path) -> None:
     ({"fp16__enabled": "yes"}, "neither true nor false"),
     ({"fp16__enabled": True, "fp16__hysteresis": 1.5}, "not a whole number"),
     ({"amp__enabled": True}, "is refused: Apex"),
-    ({"elasticity__enabled": True, "autotuning__enabled": True}, "(and 1 more key of this kind)"),
+    ({"elasticity__enabled": True, "autotuning__enabled": True}, "autotuning: is refused"),
     ({"tensor_parallel__autotp_size": 2}, "no tensor parallelism yet"),
     ({"sequence_parallel_size": 2}, "no sequence parallelism yet"),
     ({"zero_optimization__zenflow__topk_ratio": 0.1}, "ZenFlow"),
@@ -391,6 +395,7 @@ def test_a_loaded_run_loads_again(tmp_path: Path) -> None:
     ({"scheduler__type": "WarmupLRs"}, "WarmupCosineLR"),
     ({"scheduler__type": "WarmupLR", "scheduler__params__total_num_steps": 9}, "WarmupLR has no such parameter"),
     ({"scheduler__type": "OneCycle"}, "OneCycle needs it"),
+    ({"zero_optimization__zeropp_loco_param": {"beta": 0.8}}, "has no beta"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
                             "offload_param": {"device": "nvme", "nvme_path": "/b"}}}, "make the two agree"),
 ])  # fmt: skip
@@ -457,7 +462,39 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, message: str) -> No
     assert message in str(found.value)
 
 
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    """Those that follow from another are not, and what two keys get wrong together is told once."""
+    given = config(gradient_cliping=1.0, zero_optimization={"stage": 4, "overlap_com": True}, fp16=True,
+                   bf16={"enabled": "yes"}, scheduler={"type": "WarmupLRs", "params": {"warmup_num_steps": 5}},
+                   train_batch_size=7, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1)  # fmt: skip
+    with pytest.raises(UserErrors) as found:
+        load(tmp_path, given)
+    text = str(found.value)
+    for word in ("gradient_cliping", "stage = 4", "overlap_com ", "fp16 = True", "bf16.enabled = 'yes'", "WarmupLRs",
+                 "train_batch_size = 7"):  # fmt: skip
+        assert text.count(word) == 1, (word, text)
+    assert len(found.value.errors) == text.count("\n  → ") == 7
+    assert str(pickle.loads(pickle.dumps(found.value))) == text
+
+
+def test_the_account_of_loco_and_of_a_folder_that_is_not_named(tmp_path: Path) -> None:
+    offload = {"device": "nvme"}
+    loco = {"zeropp_loco_param": {"err_beta": 0.8}}
+    loaded = load(
+        tmp_path, config(zero_optimization={"stage": 3, "offload_optimizer": offload} | loco), {"output": "o"}
+    )
+    told = {entry.key: entry.done for entry in loaded.account}
+    assert told["zero_optimization.offload_optimizer.device"] == "offload.optimizer: disk, in o/offload"
+    assert "zero_quantized_gradients" in told["zero_optimization.zeropp_loco_param"]
+    assert loaded.run.parallel.gradient_feedback is None
+    on = config(zero_optimization={"stage": 3, "zero_quantized_gradients": True} | loco)
+    told = {entry.key: entry.done for entry in load(tmp_path, on).account}
+    assert "err_beta without effect" in told["zero_optimization.zeropp_loco_param"]
+
+
 def test_a_misspelled_file(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"did you mean .*ds_config.json\?"):
         read_config(tmp_path / "ds_confg.json")
+    with pytest.raises(UserError, match="give the path"):
+        read_config(tmp_path / "nofile.json")

@@ -48,3 +48,16 @@ def test_fp16_overflow(cpu_precision_env: dict[str, str]) -> None:
         assert [entry[1] for entry in seen[:3]] == [2.0**40, 2.0**39, 2.0**38]
         assert seen[0][2] == -1 and seen[-1][2] == -1 + sum(entry[0] for entry in seen)
     assert ranks[0]["seen"] == ranks[1]["seen"]
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Before anything is printed or exchanged, and on every rank."""
+    for told in run_ranks(scenarios.wrong_arguments, 2):
+        assert told["printed"] == ""
+        assert told["model"].startswith("model = 'x': is a str, not a torch.nn.Module")
+        assert told["optimizer"].startswith("optimizer = 3: is a int, neither an optimizer")
+        assert told["config"].startswith("config = 3: is a int, neither a dictionary nor a path")
+        assert told["number"].startswith("loss = 3.0: is a float, not a tensor")
+        assert told["shape"].startswith("loss = (2, 3): is a tensor of this shape")
+        assert "does not depend on the model's parameters" in told["detached"]
+        assert told["save_dir"].startswith("save_dir = '/proc/x': cannot be made (")

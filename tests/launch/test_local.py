@@ -17,7 +17,7 @@ import pytest
 from support import cli
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise.launch.local import _explain
+from shardwise.launch.local import _explain, _Signals
 from shardwise.train.status import Status
 
 
@@ -115,8 +115,15 @@ def test_the_second_ctrl_c_ends_at_once(folder: Path, start: Start) -> None:
     code, out, err = cli.finish(process)
     assert time.monotonic() - began < 3
     assert code == 130 and cli.all_gone(ranks), err
-    assert "Ctrl-C again ends at once" in err and "ended at once" in err and "the same command starts afresh" in err
+    assert "this step or the next, and saving; Ctrl-C again ends at once" in err
+    assert "ended at once" in err and "the same command starts afresh" in err
     assert "failed" not in err and "SIGKILL" not in err and "Traceback" not in out + err, "it is what the user wanted"
+
+
+def test_each_signal_is_told_by_its_name(capfd: pytest.CaptureFixture[str]) -> None:
+    for number, words in {signal.SIGINT: "Ctrl-C again", signal.SIGTERM: "a second SIGTERM"}.items():
+        _Signals([])._pass_on(number, None)
+        assert capfd.readouterr().err.strip().endswith(f"; {words} ends at once")
 
 
 def test_ctrl_c_before_training(folder: Path, start: Start) -> None:

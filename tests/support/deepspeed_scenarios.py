@@ -411,3 +411,32 @@ def load_state(stage: int, state: dict[str, torch.Tensor]) -> dict[str, torch.Te
     engine = started(stage)[0]
     engine.load_module_state_dict(state)
     return engine.module_state_dict()
+
+
+def wrong_arguments() -> dict[str, str]:
+    """What is said of arguments that cannot be meant, and what was printed meanwhile."""
+    import contextlib
+    import io
+
+    import shardwise.deepspeed as deepspeed
+    from shardwise.errors import UserError
+
+    told = {}
+
+    def attempt(name: str, function: Any) -> None:
+        try:
+            function()
+        except UserError as error:
+            told[name] = str(error)
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        attempt("model", lambda: deepspeed.initialize(model="x", config=CONFIG))
+        attempt("optimizer", lambda: deepspeed.initialize(model=Small(), optimizer=3, config=CONFIG))
+        attempt("config", lambda: deepspeed.initialize(model=Small(), config=3))
+        told["printed"] = said.getvalue()
+    engine = started(2)[0]
+    attempt("number", lambda: engine.backward(3.0))
+    attempt("shape", lambda: engine.backward(torch.ones(2, 3, requires_grad=True)))
+    attempt("detached", lambda: engine.backward(torch.tensor(1.0)))
+    attempt("save_dir", lambda: engine.save_checkpoint("/proc/x"))
+    return told

@@ -224,3 +224,30 @@ def host_inputs_cost(depth: int = 16, batch: int = 4, length: int = 4096, width:
         del model, blocks
         torch.cuda.empty_cache()
     return result
+
+
+def norm_at_stage(stage: int) -> dict[str, float]:
+    """The norm of one large gradient, as clipping and as an update during backward find it, and after clipping."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import distribute_tensor
+
+    from shardwise.config.schema import LossScale
+    from shardwise.optim.scaler import LossScaler
+    from shardwise.parallel.mesh import join_world, shard_size
+    from shardwise.zero.stages import ShardedModel, shard_model
+    from shardwise.zero.update import Update
+
+    world = join_world("cpu", "gloo", 60, shard_size(stage, None, dist.get_world_size()))
+    model = nn.Sequential(nn.Embedding(49152, 64), nn.Linear(64, 3))
+    shard_model(model, [], world.mesh, stage, "fp32")
+    sharded = ShardedModel(model, stage, world.mesh)
+    update = Update(sharded, torch.optim.SGD(model.parameters(), 0.1), LossScaler("cpu", LossScale(), False), None, 1.0)
+    made, exact = torch.Generator().manual_seed(0), 0.0
+    for parameter in sharded.parameters.values():
+        whole = 1e-3 * torch.randn(parameter.shape, generator=made)
+        exact += whole.double().square().sum().item()
+        parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        update._known(parameter, parameter.grad)
+    eager = update._eager_norm().item()
+    norm = sharded.clip(0.5).item()
+    return {"exact": exact**0.5, "eager": eager, "norm": norm, "clipped": sharded.clip(None).item()}

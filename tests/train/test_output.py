@@ -26,6 +26,33 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         trainer.fit()
 
 
+def test_it_is_refused_before_anything_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the folder is held from then on; a run that cannot be prepared lets it go."""
+    said: list[str] = []
+
+    def prepared(*_: object) -> None:
+        said.append("prepared")
+        with pytest.raises(UserError, match="another run is using"):
+            Trainer(tiny_run(tmp_path)).prepare()
+        raise UserError("data.train", None, "is bad", "mend it")
+
+    monkeypatch.setattr("shardwise.trainer.prepare_job", prepared)
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out/.lock"), pytest.raises(UserError, match="another run is using this folder"):
+        Trainer(tiny_run(tmp_path)).prepare()
+    assert not said
+    for _ in range(2):
+        with pytest.raises(UserError, match="is bad"):
+            Trainer(tiny_run(tmp_path)).prepare()
+    assert len(said) == 2
+
+
+def test_a_mistake_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        Trainer(tiny_run(tmp_path), "data.train=nowhere.jsonl").fit()
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
     run = load_run(tiny_run(tmp_path)).run
     check_room(run, 1000)

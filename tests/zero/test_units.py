@@ -128,7 +128,9 @@ def test_a_model_that_cannot_be_divided_so_far(shared: Path, tmp_path: Path) -> 
     """Mamba reads the weights of its convolution without calling it."""
     config = dict(model_type="mamba", hidden_size=48, num_hidden_layers=2, vocab_size=515, state_size=4)
     model = {"config": config, "tokenizer": str(shared / "tokenizer")}
-    run = tiny_run(shared, model, train__steps=1, data__packing=False, parallel__bucket=1, output=str(tmp_path / "out"))
+    run = tiny_run(
+        shared, model, train__steps=1, data__packing=False, parallel__bucket=1024, output=str(tmp_path / "out")
+    )
     code, out, err = cli.train(cli.write_run(tmp_path, run))
     assert code == 2 and "Traceback" not in out + err, err
-    assert "parallel.bucket = 1" in err and "use a larger bucket" in err
+    assert "parallel.bucket = 1024" in err and "use a larger bucket" in err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -33,6 +35,11 @@ _ELSEWHERE = {
     "output_dir": "output",
     "max_seq_length": "data.sequence_length",
 }
+# What others call the values of ours.
+_SYNONYMS = {
+    "nvme": "disk", "ssd": "disk", "host": "cpu", "ram": "cpu", "gpu": "cuda", "off": "none", "adam": "adamw",
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
+}  # fmt: skip
 # What pydantic adds to a location for unions, tags and validators; none of these is a key of ours.
 _MARKERS = {"int", "float", "str", "bool", "literal", "constrained-int", "constrained-float", "share", "sources"}
 _MARKERS |= {"named", *DEEPSPEED_SCHEDULES}
@@ -62,6 +69,13 @@ def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserEr
     return UserError(path or base, shown, f"{_problem(same)} {where}{more}", _remedy(path, same))
 
 
+def near_file(path: Path, pattern: str) -> Path | None:
+    """The file in the same folder that was meant, by its name without the ending, which all of them share."""
+    files = {p.stem: p for p in path.parent.glob(pattern)} if path.parent.is_dir() else {}
+    near = difflib.get_close_matches(path.stem, list(files), n=1)
+    return files[near[0]] if near else None
+
+
 def section_names() -> list[str]:
     """Names of the run's sections."""
     return [name for name, info in Run.model_fields.items() if _section_in(info.annotation) is not None]
@@ -85,28 +99,78 @@ def _where(path: str, origin: dict[str, str], base: str) -> str:
 
 
 def _problem(details: list[Any]) -> str:
-    """What pydantic says; the alternatives of a union are joined by `or`."""
+    """What is wrong; the alternatives of a union are joined by `or`."""
     if any(d["type"] in _SECTION_EXPECTED for d in details):
         return "expected a section with settings of its own"
-    texts: list[str] = []
-    for detail in details:
-        text = detail["msg"].removeprefix("Value error, ")
-        texts.append(text[:1].lower() + text[1:])
-    head = "input should be "
+    texts = [wanted(detail) for detail in details]
+    head = "expected "
     if len(texts) > 1 and all(text.startswith(head) for text in texts):
         return head + " or ".join(dict.fromkeys(text.removeprefix(head) for text in texts))
     return texts[0]
 
 
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "keys with values",
+}
+_BOUNDS = {
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+}
+
+
+def wanted(detail: Any) -> str:
+    """One of pydantic's complaints as people would say it."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in _BOUNDS:
+        return "expected a number that is " + _BOUNDS[kind].format(**context)
+    if kind == "literal_error":
+        return f"expected {context['expected']}"
+    if kind == "finite_number":
+        return "expected a finite number"
+    if kind == "string_too_short":
+        return "is empty" if context["min_length"] == 1 else f"expected {context['min_length']} characters"
+    if kind.endswith(("_parsing", "_type", "_from_float")) and kind.partition("_")[0] in _WANTED:
+        return f"expected {_WANTED[kind.partition('_')[0]]}"
+    text = str(detail["msg"]).removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
 def _remedy(path: str, details: list[Any]) -> str:
     allowed = details[0].get("ctx", {}).get("expected") if len(details) == 1 else None
     if allowed:
+        if meant := _meant(details[0]["input"], re.findall(r"'([^']+)'", allowed)):
+            return f"did you mean {meant}?"
         return f"use {allowed}" if allowed.count("'") == 2 else f"use one of {allowed}"
     if any(d["type"] in _SECTION_EXPECTED for d in details):
         keys = ", ".join(_keys_at(tuple(path.split("."))))
         return f"{_EXAMPLES[path]} (settings: {keys})" if path in _EXAMPLES else f"{path} takes {keys}"
     description = next((str(f.description) for f in reversed(_fields_along(path)) if f.description), None)
     return f"{path}: {description}" if description else "see `shardwise config --schema` for what is allowed here"
+
+
+def _meant(value: Any, choices: list[str]) -> str | None:
+    """The choice that was meant: spelt otherwise, or known elsewhere under another name."""
+    if not isinstance(value, str):
+        return None
+    written = value.lower().replace("_", "-")
+    if (other := _SYNONYMS.get(written)) in choices:
+        return other
+    return next(iter(difflib.get_close_matches(written, choices, n=1)), None)
+
+
+def takes_text(path: str) -> bool:
+    """Whether a setting is text, such as a folder."""
+    parts = path.split(".")
+    fields = _fields_along(path)
+    return len(fields) == len(parts) and str in (fields[-1].annotation, *get_args(fields[-1].annotation))
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:

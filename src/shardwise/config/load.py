@@ -7,7 +7,6 @@ defaults. Every value of the result has an origin ("run.yaml:12", "command line"
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from shardwise.config.explain import explain, section_names
+from shardwise.config.explain import explain, near_file, section_names, takes_text
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
 
@@ -127,10 +126,9 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(path: Path, origin: dict[str, str]) -> dict[str, Any]:
     if not path.exists():
-        names = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
+        near = near_file(path, "*.y*ml")
         hint = "give the path of a RUN.yaml; `shardwise demo --write RUN.yaml` makes one"
-        hint = f"did you mean {path.parent / near[0]}?" if near else hint
+        hint = f"did you mean {near}?" if near else hint
         raise UserError("RUN.yaml", str(path), "there is no such file", hint)
     if path.is_dir():
         raise UserError("RUN.yaml", str(path), "this is a folder", "give the path of the YAML file itself")
@@ -208,6 +206,9 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None
     *parents, leaf = key.split(".")
     if not sign or not all([*parents, leaf]):
         raise UserError("override", text, "is not of the form key.path=value", "write e.g. train.learning_rate=1e-4")
+    if not raw.strip() and takes_text(key):
+        problem = "is given no value (on the command line; an unset variable?)"
+        raise UserError(key, raw, problem, "give a value, or leave it out")
     try:
         value = yaml.load(raw, _Loader) if raw.strip() else None
     except (yaml.YAMLError, ValueError):

@@ -238,6 +238,10 @@ def check_plusplus(parallel: Parallel, ranks: int) -> None:
     if parallel.quantize_gradients and zero == 0:
         problem = "stage 0 all-reduces its gradients; 4 bits are for those that are reduced into shards"
         raise UserError("parallel.quantize_gradients", True, problem, remedy)
+    if parallel.gradient_feedback is not None and not parallel.quantize_gradients:
+        problem = "no gradient is quantised, so nothing is lost that could be added"
+        remedy = "set parallel.quantize_gradients: true, or leave it out"
+        raise UserError("parallel.gradient_feedback", parallel.gradient_feedback, problem, remedy)
     if secondary is None:
         return
     if zero != 3:
@@ -248,7 +252,9 @@ def check_plusplus(parallel: Parallel, ranks: int) -> None:
     if secondary not in divisors:
         whole = f"group of {group} ranks that the parameters are divided over"
         problem = f"is larger than the {whole}" if secondary > group else f"does not divide the {whole}"
-        raise UserError("parallel.secondary_shard", secondary, problem, f"use one of {divisors}")
+        useful = divisors[1:-1]  # 1 would keep all of it on every rank, and the whole group saves nothing
+        remedy = f"use one of {useful}, or leave it out" if useful else "leave it out: there are no parts to keep it in"
+        raise UserError("parallel.secondary_shard", secondary, problem, remedy)
 
 
 def _resolve_micro_batch(result: Resolution, ranks: int) -> None:

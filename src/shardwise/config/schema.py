@@ -335,6 +335,9 @@ class Train(Section):
         return self
 
 
+LEAST_BUCKET = 1 << 10
+
+
 class Parallel(Section):
     """How the model and its states are spread over the ranks."""
 
@@ -348,21 +351,33 @@ class Parallel(Section):
         default=None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
     )
     secondary_shard: Count | None = Field(
-        default=None, description="hpZ: keep a second copy of the parameters divided over this many ranks of a node"
+        default=None,
+        description="hpZ: keep a second copy of the parameters, divided over this many ranks of a node, so that later "
+        "gathers of a step stay within them; 1 keeps all parameters on every rank (to switch hpZ off, leave it out)",
     )
     quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
     quantize_gradients: bool = Field(
-        default=False, description="qgZ: reduce the gradients in 4 bits, in 8 within a node"
+        default=False,
+        description="qgZ: reduce the gradients in 4 bits; in a group of several nodes with several ranks each, in 8 "
+        "bits within a node and 4 between nodes",
     )
-    gradient_feedback: bool = Field(
-        default=True,
-        description="qgZ adds what rounding lost to the next gradient; 2 bytes per parameter over the ranks of a node",
+    gradient_feedback: bool | None = Field(
+        default=None,
+        description="true or false: whether qgZ adds what rounding lost to the next gradient, which takes 2 bytes per "
+        "parameter (in a group of several nodes, over the ranks of a node); default: true with quantize_gradients",
     )
     bucket: SomeSize | None = Field(
         default=None,
-        description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB: blocks are divided "
-        "or joined to suit; default: one block at a time",
+        description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB, at least 1KiB: "
+        "blocks are divided or joined to suit; default: one block at a time",
     )
+
+    @model_validator(mode="after")
+    def _of_use(self) -> Parallel:
+        if self.bucket is not None and self.bucket < LEAST_BUCKET:
+            problem = f"is {self.bucket} bytes, less than a row of any weight; a bare number is bytes"
+            raise Clash("bucket", problem, "use e.g. 200MB (at least 1KiB), or leave it out")
+        return self
 
 
 class LossScale(Section):
@@ -395,9 +410,13 @@ class Offload(Section):
         default="none", description="where the inputs of recomputed blocks wait for backward; needs recompute: full"
     )
     ratio: Literal["auto"] | Annotated[Share, Field(ge=0, le=1)] = Field(
-        default=1.0, description="share of the optimizer's states that leaves the device; auto = what does not fit"
+        default=1.0,
+        description="share of the optimizer's states that leaves the device, 0 to 1 or e.g. 50%; auto = what does not "
+        "fit",
     )
-    disk: str | None = Field(default=None, description="folder for `disk`; default: offload/ in the output folder")
+    disk: str | None = Field(
+        default=None, min_length=1, description="folder for `disk`; default: offload/ in the output folder"
+    )
 
 
 class Checkpoint(Section):

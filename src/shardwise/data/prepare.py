@@ -26,6 +26,7 @@ from shardwise.cache import cache_root
 from shardwise.config.schema import Data, Refine
 from shardwise.data.files import content_digest, count_rows, source_files
 from shardwise.data.fingerprint import template_fingerprint
+from shardwise.data.mixing import ORDER
 from shardwise.data.store import TokenStore
 from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary
 from shardwise.errors import UserError
@@ -239,6 +240,15 @@ def _fingerprint(digests: list[str], shape: str, data: Data, seed: int, share: f
         [digest, s.format, s.fields, s.split, s.subset, s.weight, s.epochs]
         for digest, s in zip(digests, data.train, strict=True)
     ]
-    order: list[Any] = [FORMAT, sources, shape, data.sequence_length, data.packing, data.packing_window, data.loss_on]
+    order: list[Any] = [
+        FORMAT,
+        ORDER,
+        sources,
+        shape,
+        data.sequence_length,
+        data.packing,
+        data.packing_window,
+        data.loss_on,
+    ]
     order += [data.over_length, data.on_bad_row, data.temperature, data.refine.model_dump(), seed, share]
     return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()[:24]

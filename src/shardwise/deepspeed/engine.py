@@ -66,8 +66,14 @@ class DeepSpeedEngine(nn.Module):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Adds the micro-batch's gradient, averaged over ranks and (unless told otherwise) micro-batches."""
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise UserError("loss", getattr(loss, "shape", type(loss).__name__), "is not a single number", "reduce it")
+        if not isinstance(loss, torch.Tensor):
+            problem = f"is a {type(loss).__name__}, not a tensor, so there is nothing to go back through"
+            raise UserError("loss", loss, problem, "pass the loss as the model returned it, without .item() or float()")
+        if loss.numel() != 1:
+            raise UserError("loss", tuple(loss.shape), "is a tensor of this shape, not a single number", "reduce it")
+        if not loss.requires_grad:
+            problem = "does not depend on the model's parameters (no_grad, detach, or .item() on the way)"
+            raise UserError("loss", None, problem, "compute it from the engine's output with gradients on")
         steps = self.gradient_accumulation_steps()
         self._core.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
         return loss / steps if scale_wrt_gas else loss

@@ -51,6 +51,9 @@ def read_config(config: Any, args: Any) -> dict[str, Any]:
         raise UserError("config", None, "is missing", "pass config=… to initialize, or --deepspeed_config FILE")
     if isinstance(config, dict):
         return dict(config)
+    if not isinstance(config, (str, Path)):
+        problem = f"is a {type(config).__name__}, neither a dictionary nor a path"
+        raise UserError("config", config, problem, "pass a DeepSpeed config: a dictionary, or the path of a JSON file")
     try:
         return read_file(Path(str(config)).expanduser())
     except UserError as error:
@@ -60,7 +63,7 @@ def read_config(config: Any, args: Any) -> dict[str, Any]:
 def settle(config: dict[str, Any], ranks: int) -> Settings:
     """Translates the config; raises UserError for what is unknown, refused, or has no place in a script's own loop."""
     rest = {key: value for key, value in config.items() if key not in BUILT_HERE}
-    done = translate(rest, ranks=ranks, file="config")
+    done = translate(rest, ranks=ranks, run={"output": "."}, file="config")  # where the engine puts what goes to disk
     found = done.batch
     if found.train is None or found.micro is None or found.rounds is None:
         remedy = "give a number: there is nothing here to resolve it by"

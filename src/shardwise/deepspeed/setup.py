@@ -38,6 +38,12 @@ def initialize(
     """The engine, the optimizer, a loader of `training_data` and the scheduler (None where there is none)."""
     if model is None:
         raise UserError("model", None, "is missing", "pass the model to train")
+    if not isinstance(model, nn.Module):
+        problem = f"is a {type(model).__name__}, not a torch.nn.Module"
+        raise UserError("model", model, problem, "pass the model itself, e.g. of AutoModelForCausalLM.from_pretrained")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+        problem = f"is a {type(optimizer).__name__}, neither an optimizer nor a function that makes one"
+        raise UserError("optimizer", optimizer, problem, "pass one of torch's, or leave it to the config")
     if mpu is not None or mesh_param is not None:
         raise refuse("initialize(mpu=…, mesh_param=…)", "all ranks share the data; leave it out")
     values = read_config(config if config is not None else config_params, args)

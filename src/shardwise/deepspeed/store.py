@@ -37,6 +37,7 @@ logger = logging.getLogger("shardwise.deepspeed")
 def save(engine: Engine, root: Path, tag: str, extra: dict[str, Any], latest: bool, without_frozen: bool) -> Path:
     """Writes the checkpoint of a tag, on all ranks; `latest` moves on once it is whole."""
     _check_tag(tag, engine)
+    _check_folder(root, tag, engine)
     engine.sharded.reshard()  # an evaluation at stages 0 to 2 leaves gathered copies in the model
     frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
     left_out = {PREFIX + name for name in frozen} if without_frozen else set()
@@ -98,6 +99,19 @@ def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[st
 def names_in(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds: a description of each tensor, by name."""
     return dict(FileSystemReader(folder / STATE).read_metadata().state_dict_metadata)
+
+
+def _check_folder(root: Path, tag: str, engine: Engine) -> None:
+    """The folder must be there or be made; all ranks learn of it together, so that none waits for the others."""
+    trouble: list[str | None] = [None]
+    if engine.world.is_main:
+        try:
+            (root / tag).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            trouble = [error.strerror or str(error)]
+    dist.broadcast_object_list(trouble, 0, group=engine.world.control)
+    if trouble[0] is not None:
+        raise UserError("save_dir", str(root), f"cannot be made ({trouble[0]})", "give a folder that you may write to")
 
 
 def _check_tag(tag: str, engine: Engine) -> None:

@@ -21,7 +21,9 @@ from shardwise.train.worker import logs_of
 
 POLL = 0.05
 LAST_WORDS = 3.0  # seconds given to the other ranks, after one died, to write down what they saw
-STOP_AGAIN = "stopping after this step and saving; Ctrl-C again ends at once"
+# Ranks vote as a step begins: a signal that meets them within one is acted on at the end of the next.
+STOPPING = "stopping after this step or the next, and saving; {again} ends at once"
+AGAIN = {signal.SIGINT: "Ctrl-C again", signal.SIGTERM: "a second SIGTERM"}
 TIMED_OUT = ("Timed out", "timeout")
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TIMED_OUT, "NCCL", "recvValue", "Socket")
 
@@ -96,7 +98,7 @@ class _Signals:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.hurried, self.received = bool(self.received), self.received or number
         if not self.hurried:
-            print(f"\n{STOP_AGAIN}", file=sys.stderr, flush=True)
+            print("\n" + STOPPING.format(again=AGAIN[signal.Signals(number)]), file=sys.stderr, flush=True)
         for child in self.children:
             if child.poll() is None:
                 child.send_signal(signal.SIGKILL if self.hurried else number)

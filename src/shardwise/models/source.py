@@ -7,12 +7,14 @@ cache, so that every rank can afterwards read just its own bytes (see weights.py
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib.util
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +58,7 @@ class ModelSource:
         return tokenizer
 
 
-def find_model(model: Model) -> ModelSource:
+def find_model(model: Model, say: Callable[[str], None] = lambda _: None) -> ModelSource:
     """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained."""
     if model.config is not None:
         config = _config_from(dict(model.config))
@@ -64,7 +66,7 @@ def find_model(model: Model) -> ModelSource:
         source = ModelSource(f"{config.model_type} from scratch", config, None, tokenizer, model.trust_remote_code)
     else:
         name = str(model.name)
-        folder = _folder_of(name, model)
+        folder = _folder_of(name, model, say)
         config = _config_of(folder, name, model.trust_remote_code)
         tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
         source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code)
@@ -72,14 +74,14 @@ def find_model(model: Model) -> ModelSource:
     return source
 
 
-def _folder_of(name: str, model: Model) -> Path:
+def _folder_of(name: str, model: Model, say: Callable[[str], None]) -> Path:
     if name.lower() == EMBEDDED:
-        return _converted_gguf(_embedded_file(), "model")
+        return _converted_gguf(_embedded_file(), "model", say)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError("model", name, "there is no such file", "check the path of the .gguf file")
-        return _converted_gguf(path, "model")
+        return _converted_gguf(path, "model", say)
     if path.is_dir():
         if not (path / "config.json").is_file():
             problem = "the folder has no config.json, so it is no Hugging Face model"
@@ -122,7 +124,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 def _tokenizer_folder(name: str) -> str:
     if name.lower() == EMBEDDED:
-        return str(_converted_gguf(_embedded_file(), "model.tokenizer"))
+        return str(_gguf_tokenizer(_embedded_file()))
     return name
 
 
@@ -179,28 +181,63 @@ def _check_causal(source: ModelSource) -> None:
         raise UserError("model", source.label, problem, remedy)
 
 
-def _converted_gguf(file: Path, field: str) -> Path:
+def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
     def make(folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        try:
+        with _reading_gguf(file, field) as where:
             model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-        except Exception as error:
-            problem = f"transformers cannot read this GGUF file ({_first_line(error)})"
-            raise UserError(field, str(file), problem, "use the model's original Hugging Face folder instead") from None
-        # GGUF carries the ids of the special tokens; transformers (5.17) gives the tokenizer others, for SmolLM2
-        # <|im_start|> as the end of text, and with that a model that never stops. The file's own ids are right.
-        for kind in ("eos", "pad", "bos"):
-            number = getattr(model.config, f"{kind}_token_id", None)
-            if number is not None and getattr(tokenizer, f"{kind}_token_id") != number:
-                setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
+            tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), model.config)
         write_plain(model, folder)
         tokenizer.save_pretrained(folder)
 
-    return make_once(cache_root() / "models" / f"{file.stem}-{_file_key(file)}-v{CONVERSION}", make)
+    folder = _gguf_folder(file)
+    if not folder.is_dir():
+        say(f"converting {file.name} (once)")
+    return make_once(folder, make)
+
+
+def _gguf_tokenizer(file: Path) -> Path:
+    """The tokenizer of a GGUF file; its weights are left alone."""
+    if (whole := _gguf_folder(file)).is_dir():
+        return whole
+
+    def make(folder: Path) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        with _reading_gguf(file, "model.tokenizer") as where:
+            config = AutoConfig.from_pretrained(**where)
+            tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), config)
+        tokenizer.save_pretrained(folder)
+
+    return make_once(whole.with_name(f"{whole.name}-tokenizer"), make)
+
+
+def _gguf_folder(file: Path) -> Path:
+    return cache_root() / "models" / f"{file.stem}-{_file_key(file)}-v{CONVERSION}"
+
+
+@contextmanager
+def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, str]]:
+    """What transformers must be told to read a GGUF file; what goes wrong with that is the file's."""
+    try:
+        # Its bar over the tensors is tqdm's own, which writes to stderr and cannot be turned off from outside.
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+            yield {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    except Exception as error:
+        problem = f"transformers cannot read this GGUF file ({_first_line(error)})"
+        raise UserError(field, str(file), problem, "use the model's original Hugging Face folder instead") from None
+
+
+def _with_own_ids(tokenizer: Any, config: Any) -> Any:
+    """GGUF carries the ids of the special tokens; transformers (5.17) gives the tokenizer others, for SmolLM2
+    <|im_start|> as the end of text, and with that a model that never stops. The file's own ids are right."""
+    for kind in ("eos", "pad", "bos"):
+        number = getattr(config, f"{kind}_token_id", None)
+        if number is not None and getattr(tokenizer, f"{kind}_token_id") != number:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
+    return tokenizer
 
 
 def converted_folder(source: ModelSource) -> Path:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.optim.codecs import columns
+from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import division_of, local_grad, local_of, new_step, zeros_beside
 
 DECAY = -0.8
@@ -135,7 +136,7 @@ def _size(work: Work) -> Tensor:
     """Sum of squares of the local update."""
     total = torch.zeros(1, device=work.grad.device)
     for _, update in _updates(work):
-        total += torch.linalg.vector_norm(update).square_()
+        total += norm_of(update).square_()
     return total
 
 

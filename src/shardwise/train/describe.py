@@ -85,7 +85,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     table.add_row("steps", f"{run.train.steps} × {sequences}{epochs}")
     table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
     groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
-    groups += describe_collectives(run.parallel, shard, job.parameters, run.precision)
+    groups += describe_collectives(run.parallel, shard, int(run.ranks))
     table.add_row(
         "ranks",
         f"{ranks} on {run.device} ({run.backend}), {run.precision}, "
@@ -96,15 +96,25 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         units = choose_units(model, find_blocks(model), run.parallel.bucket, shard)
         table.add_row("buckets", describe_units(units, run.parallel.bucket))
     for place, kinds in held_by_place(run, job.parameters, shard).items():
-        where = "per rank" if place == "device" else f"per rank, {'host' if place == 'cpu' else place}"
+        where, more = _place(place, run.offload.optimizer)
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
-        table.add_row(where, parts + (", and activations" if place == "device" else ""))
+        table.add_row(where, parts + more)
     table.add_row(
         "rate",
         f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, clip {run.train.clip}",
     )
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
+
+
+def _place(place: str, states: str) -> tuple[str, str]:
+    """A place as the plan calls it, and what it adds to what is there."""
+    if place == "auto":
+        away = "host" if states == "cpu" else states
+        return "per rank", f"; offload.ratio: auto decides at the start how much of it goes to the {away}"
+    if place == "device":
+        return "per rank", ", and activations"
+    return f"per rank, {'host' if place == 'cpu' else place}", ""
 
 
 def print_account(account: tuple[Entry, ...], run: Run, console: Console | None = None) -> None:

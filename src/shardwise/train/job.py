@@ -84,7 +84,7 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
     result = resolve_machine(loaded.run)
     check_output(result.run)
     say("finding the model")
-    source = find_model(result.run.model)
+    source = find_model(result.run.model, say)
     resolve_model(result, source.config)
     model = build_on_meta(source)
     if source.weights is not None and match_names(model, tensor_files(source.weights)) is None:

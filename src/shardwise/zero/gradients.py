@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
 from shardwise.zero.disk import DiskFolder, Transfer
 from shardwise.zero.host import aligned, host_buffer, host_buffers
@@ -102,7 +103,7 @@ class GradientShelf:
         self.seen.add(parameter)
         squares = []
         if first and last:
-            self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            self._norms[parameter] = norm_of(gradient)
         for segment in self._segments.get(parameter, []):
             rows = gradient[segment.start : segment.stop].float()
             region = self._regions[id(segment)]
@@ -110,7 +111,7 @@ class GradientShelf:
                 self._to_host(region, rows, first) if region.buffer is not None else self._to_file(region, rows, first)
             )
             if last and not first:
-                squares.append(torch.linalg.vector_norm(rows).square())
+                squares.append(norm_of(rows).square())
         if squares:
             self._norms[parameter] = torch.stack(squares).sum().sqrt()
         return self._norms[parameter] if last and parameter in self._norms else gradient
@@ -124,7 +125,7 @@ class GradientShelf:
             dist.all_reduce(squares, group=shard.get_group())
             norms = squares.sqrt()
         total: torch.Tensor = torch.linalg.vector_norm(norms)
-        return total
+        return total.float()
 
     def settle(self) -> None:
         """Returns when everything is in the file."""

@@ -18,6 +18,7 @@ from shardwise.zero.account import predicted_bytes
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.offload import PIECE, OffloadedOptimizer
 from shardwise.zero.paging import DEPTH
+from shardwise.zero.plusplus import held_besides
 from shardwise.zero.shelf import Shelf
 from shardwise.zero.stages import ShardedModel
 
@@ -125,21 +126,30 @@ def state_bytes(train: Train) -> float:
 
 
 def held_by_place(run: Run, parameters: int, shard: int) -> dict[str, dict[str, float]]:
-    """By place (device, cpu, disk) and kind, the bytes that a rank holds while gradients are accumulated."""
+    """By place (device, cpu, disk) and kind, the bytes that a rank holds while gradients are accumulated.
+
+    What `offload.ratio: auto` will divide once the model is on a GPU has a place of its own: "auto".
+    """
     divided = parameters / (shard if run.parallel.zero else 1)
     split, offload = splits_masters(run.offload, run.precision), run.offload
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
     weights = "device" if offload.parameters == "none" else offload.parameters
     states = "device" if offload.optimizer == "none" else offload.optimizer
-    share = 1.0 if offload.ratio == "auto" or states == "device" else float(offload.ratio)
+    open_yet = offload.ratio == "auto" and states != "device"
+    if open_yet and run.device == "cpu":
+        states, open_yet = "device", False  # see fitting_ratio
+    share = 1.0 if open_yet or states == "device" else float(offload.ratio)
+    local = shard if run.ranks == "auto" else int(run.ranks)
+    besides = held_besides(run.parallel, shard, local, parameters, run.precision)
     moments = state_bytes(run.train) * divided + (2 * divided if split else 0.0)
     name = f"{run.train.optimizer}'s states" + (" and half of the fp32 weights" if split else "")
     entries = [
         ("device", "working weights", predicted["parameters"]),
         (weights, "bf16 weights" if split else "fp32 weights", (2 if split else 4) * divided),
         (weights, "gradients", 0.0 if run.train.in_backward else predicted["gradients"]),
-        (states, name, share * moments),
+        ("auto" if open_yet else states, name, share * moments),
         ("device", name, (1 - share) * moments),
+        *(("device", kind, size) for kind, size in besides.items()),
     ]
     found: dict[str, dict[str, float]] = {}
     for place, kind, size in entries:

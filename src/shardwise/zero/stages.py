@@ -24,11 +24,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
 from shardwise.zero.units import choose_units
 
@@ -102,6 +104,11 @@ class ShardedModel:
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm of sharded gradients taken together, the same on every rank."""
+        if gradients and self.device.type == "cpu":
+            square = torch.stack([norm_of(local_of(g)) for g in gradients]).square().sum()
+            if self.mesh["shard"].size() > 1:
+                dist.all_reduce(square, group=self.mesh["shard"].get_group())
+            return square.sqrt().float()
         if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
             norms = [torch._foreach_norm([local_of(g).float()])[0] for g in gradients]
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.optim.adam_mini import AdamMini
 from shardwise.optim.elementwise import Elementwise
+from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.stages import ShardedModel
@@ -69,7 +70,7 @@ class Update:
 
     def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """A gradient is complete: for the norm."""
-        self._squares.append(torch.linalg.vector_norm(local_of(gradient), dtype=torch.float32).square())
+        self._squares.append(norm_of(local_of(gradient)).square())
 
     def _step_one(self, parameter: torch.Tensor) -> None:
         if not self.sharded.last or parameter.grad is None:
@@ -93,8 +94,8 @@ class Update:
 
     def _eager_norm(self) -> torch.Tensor:
         squares, self._squares = self._squares, []
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.sharded.device)
+        total = torch.stack([norm_of(torch.zeros(1, device=self.sharded.device)), *squares]).sum()
         shard = self.sharded.mesh["shard"]
         if shard.size() > 1:
             dist.all_reduce(total, group=shard.get_group())
-        return total.sqrt()
+        return total.sqrt().float()

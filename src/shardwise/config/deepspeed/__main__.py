@@ -33,7 +33,8 @@ stage 0) where RUN.yaml is silent too.
 `train_batch_size` = `train_micro_batch_size_per_gpu` × `gradient_accumulation_steps` × ranks: any two give the third,
 `train_batch_size` or the micro-batch alone gives the rest with one round of accumulation, and three are checked.
 
-One thing differs from DeepSpeed by design: an update that fp16 skips for an overflow counts as a step of the schedule.
+One thing differs from DeepSpeed by design in `shardwise train`: an update that fp16 skips for an overflow counts as a
+step of the schedule. A script's own loop (`shardwise.deepspeed`) follows DeepSpeed: the schedule waits.
 """
 
 

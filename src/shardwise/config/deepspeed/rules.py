@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from shardwise.config.deepspeed.plan import MISSING, Auto, NoEffect, Plan, Rule, find, show
@@ -71,7 +72,7 @@ def precision(plan: Plan, key: str, value: Any) -> str:
     """fp16.enabled and bf16.enabled are two halves of one choice."""
     fp16, bf16 = (_enabled(plan, block) for block in ("fp16", "bf16"))
     if fp16 is True and bf16 is True:
-        raise plan.mistake(key, value, "fp16 and bf16 are both enabled", "set one of the two to false")
+        raise plan.mistake("fp16, bf16", None, "are both enabled", "set one of the two to false")
     if fp16 is True or bf16 is True:
         return plan.put(key, "precision", "fp16" if fp16 is True else "bf16")
     if "auto" in (fp16, bf16):
@@ -222,6 +223,8 @@ def schedule_parameter(plan: Plan, key: str, value: Any) -> str:
     """A parameter of the schedule, under its own name."""
     kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
     schedule = find(plan.values, "train.schedule")
+    if find(plan.config, "scheduler.type") is not MISSING and not isinstance(schedule, dict):
+        return NoEffect("the schedule is not known")  # which has been said
     if kind not in DEEPSPEED_SCHEDULES or not isinstance(schedule, dict):
         raise plan.mistake("scheduler.type", None, "is not given", f"add one of {', '.join(DEEPSPEED_SCHEDULES)}")
     if name not in DEEPSPEED_SCHEDULES[kind].model_fields:
@@ -249,6 +252,8 @@ def _schedule_auto(plan: Plan, schedule: dict[str, Any], name: str) -> str:
 def schedule_peak(plan: Plan, key: str, value: Any) -> str:
     """The rate that the schedule is built around: train.learning_rate."""
     kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
+    if kind not in DEEPSPEED_SCHEDULES and find(plan.config, "scheduler.type") is not MISSING:
+        return NoEffect("the schedule is not known")  # which has been said
     if _PEAKS.get(kind) != name:
         raise plan.mistake(key, value, f"{kind} has no such parameter", f"remove {name}")
     if value is None or value == "auto":
@@ -313,9 +318,16 @@ def offload_device(what: str, least_stage: int) -> Rule:
         at = int(plan.now("parallel.zero"))
         if device != "none" and at < least_stage:
             return NoEffect(f"needs stage {least_stage}, and this is stage {at}; DeepSpeed leaves it out too")
-        return plan.put(key, target, device)
+        done = plan.put(key, target, device)
+        named = plan.get(f"{key.rpartition('.')[0]}.nvme_path") is not None
+        return done if device != "disk" or named else f"{done}, in {_own_folder(plan)}"
 
     return rule
+
+
+def _own_folder(plan: Plan) -> str:
+    """Where things on disk go if no path is given."""
+    return str(plan.now("offload.disk") or Path(str(plan.now("output"))) / "offload")
 
 
 def cpu_offload(what: str) -> Rule:
@@ -333,7 +345,7 @@ def nvme_path(plan: Plan, key: str, value: Any) -> str:
     if plan.now(f"offload.{what}") != "disk":
         return NoEffect("nothing of this goes to nvme")
     if value in (None, "auto"):
-        return NoEffect("a folder of the run's own is used")
+        return NoEffect(f"not given: {_own_folder(plan)} is used")
     return plan.put(key, "offload.disk", str(value))
 
 
@@ -388,6 +400,19 @@ def quantize(target: str) -> Rule:
         return plan.put(key, target, on)
 
     return rule
+
+
+def loco(plan: Plan, key: str, value: Any) -> str:
+    """LoCo's error feedback is ours, which has nothing to set."""
+    if value in (None, "auto") or value == {}:
+        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.gradient_feedback: false")
+    if not isinstance(value, dict) or (unknown := sorted(set(value) - {"err_beta", "reset_T"})):
+        what = f"has no {unknown[0]}" if isinstance(value, dict) else "is not a block"
+        raise plan.mistake(key, value, what, 'write e.g. {"err_beta": 0.8, "reset_T": 1024}')
+    if not plan.now("parallel.quantize_gradients"):
+        return NoEffect("goes with zero_quantized_gradients, which are off")
+    idle = "what is lost is added whole, and dropped at each checkpoint"
+    return f"{plan.put(key, 'parallel.gradient_feedback', True)}; {' and '.join(value)} without effect: {idle}"
 
 
 def mics(plan: Plan, key: str, value: Any) -> str:

@@ -161,7 +161,8 @@ SCHEDULER = [
 ZERO = [
     honoured(_Z, "the form of early versions: true = `parallel.zero: 1`", r.zero_as_flag),
     honoured(f"{_Z}.stage", "`parallel.zero`", r.stage),
-    honoured(f"{_OPT}.device", "`offload.optimizer`; nvme = `disk`", r.offload_device("optimizer", 1)),
+    honoured(f"{_OPT}.device", "`offload.optimizer`; nvme = `disk`",
+             r.offload_device("optimizer", 1)),
     honoured(f"{_OPT}.nvme_path", "`offload.disk`", r.nvme_path),
     honoured(f"{_OPT}.ratio", "`offload.ratio`", r.offload_ratio),
     idle(f"{_OPT}.buffer_count", "states are read ahead and written behind through a ring of four buffers"),
@@ -186,12 +187,14 @@ ZERO = [
     honoured(f"{_Z}.zero_hpz_partition_size", "`parallel.secondary_shard` (hpZ); 1 = off", r.secondary_shard),
     honoured(f"{_Z}.zero_quantized_weights", "`parallel.quantize_weights` (qwZ)",
              r.quantize("parallel.quantize_weights")),
-    honoured(f"{_Z}.zero_quantized_gradients", "`parallel.quantize_gradients` (qgZ)",
+    honoured(f"{_Z}.zero_quantized_gradients", "`parallel.quantize_gradients` (qgZ): 4 bits; 8 within the nodes "
+             "of a group of several nodes with several ranks each",
              r.quantize("parallel.quantize_gradients")),
     refused(f"{_Z}.zero_quantized_nontrainable_weights", "every weight is trained here, so none is kept quantised"),
     honoured(f"{_Z}.mics_shard_size", "`parallel.shard` (hybrid sharding); below 1 = off", r.mics),
     idle(f"{_Z}.mics_hierarchical_params_gather", "a shard group gathers in one go"),
-    refused(f"{_Z}.zeropp_loco_param", "error feedback for quantised gradients (LoCo) is not here", off=(None, {})),
+    honoured(f"{_Z}.zeropp_loco_param", "`parallel.gradient_feedback: true` (LoCo; qgZ has it by default). `err_beta` "
+             "and `reset_T` have no counterpart: what is lost is added whole, and dropped at each checkpoint", r.loco),
     idle(f"{_Z}.overlap_comm", "communication overlaps with compute always"),
     idle(f"{_Z}.contiguous_gradients", "the gradients of a unit are reduced through one contiguous buffer always"),
     idle(f"{_Z}.sub_group_size", "the optimizer step runs in bounded pieces always"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from shardwise.config.deepspeed import rules
 from shardwise.config.deepspeed.batch import Batch, put_batch
 from shardwise.config.deepspeed.plan import MISSING, Entry, NoEffect, Plan, Verdict, find, show
 from shardwise.config.deepspeed.table import TABLE, Key
-from shardwise.errors import UserError
+from shardwise.config.explain import near_file
+from shardwise.errors import UserError, UserErrors
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def translate(
     file: str = "ds_config.json",
     forgiving: bool = False,
 ) -> Translation:
-    """Translates; raises UserError for a key that is unknown, refused, wrong, or contradicts the run.
+    """Translates; raises UserError for all keys that are unknown, refused, wrong, or contradict the run.
 
     `run` is what RUN.yaml says (nested): it answers "auto". `forgiving` lets it contradict (the command line).
     """
@@ -48,14 +50,26 @@ def translate(
     if find(config, "zero_optimization.stage") is MISSING and not isinstance(config.get("zero_optimization"), bool):
         plan.put_default("zero_optimization.stage", "parallel.zero", 0)
     for path in sorted(met, key=lambda p: order[_row(p).path]):
-        _account(plan, path, met[path])
-    if plan.refusals:
-        first, more = plan.refusals[0], len(plan.refusals) - 1
-        rest = f" (and {more} more key{'s' * (more > 1)} of this kind)" if more else ""
-        raise UserError(first.field, first.value, first.problem + rest, first.remedy)
-    batch = put_batch(plan)
-    _defaults(plan)
+        with _collected(plan):
+            _account(plan, path, met[path])
+    batch = Batch(None, None, None)
+    with _collected(plan):
+        batch = put_batch(plan)
+    with _collected(plan):
+        _defaults(plan)
+    different = list({str(error): error for error in plan.refusals}.values())  # keys that go together say the same
+    if different:
+        raise different[0] if len(different) == 1 else UserErrors(different)
     return Translation(plan.values, tuple(plan.account), batch, plan.sources)
+
+
+@contextmanager
+def _collected(plan: Plan) -> Iterator[None]:
+    """Keeps a mistake for the end: all are told at once."""
+    try:
+        yield
+    except UserError as error:
+        plan.refusals.append(error)
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -72,9 +86,8 @@ def read_config(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=pairs)
     except FileNotFoundError:
-        names = [p.name for p in file.parent.glob("*.json")] if file.parent.is_dir() else []
-        near = difflib.get_close_matches(file.name, names, n=1)
-        remedy = f"did you mean {file.parent / near[0]}?" if near else "give the path of a DeepSpeed config"
+        near = near_file(file, "*.json")
+        remedy = f"did you mean {near}?" if near else "give the path of a DeepSpeed config"
         raise UserError(field_name, str(file), "there is no such file", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
@@ -101,7 +114,8 @@ def _met(plan: Plan, values: dict[str, Any], prefix: str = "") -> Iterator[tuple
         elif value is None:
             continue  # `"offload_param": null` is how some leave a block out
         else:
-            raise plan.mistake(path, value, "expected a block with settings of its own", f'write "{name}": {{ … }}')
+            problem, remedy = "expected a block with settings of its own", f'write "{name}": {{ … }}'
+            plan.refusals.append(plan.mistake(path, value, problem, remedy))
 
 
 def _is_section(path: str) -> bool:
