@@ -20,9 +20,8 @@ from support.chat import (
 )
 from support.tiny import CHATML
 
-from shardwise.data.examples import Document
-from shardwise.data.render import BATCH, check_template, render_rows
-from shardwise.data.rows import Row
+from shardwise.data.examples import BadRow, Document, Example
+from shardwise.data.render import BATCH, Renderer, check_template
 from shardwise.errors import UserError
 
 FIELD = "data.train.0"
@@ -44,10 +43,16 @@ def chat(*turns: str, system: str | None = None) -> tuple[dict[str, str], ...]:
 
 
 def render(tokenizer: Any, *rows: Any, loss_on: str = "assistant") -> list[Document]:
-    as_rows = [
-        Row(f"a.jsonl:{n}", text=r) if isinstance(r, str) else Row(f"a.jsonl:{n}", r) for n, r in enumerate(rows, 1)
+    examples = [
+        Example(f"a.jsonl:{n}", n, "text", text=r) if isinstance(r, str) else Example(f"a.jsonl:{n}", n, "chat", r)
+        for n, r in enumerate(rows, 1)
     ]
-    return list(render_rows(as_rows, tokenizer, loss_on, FIELD))
+    documents = []
+    for document in Renderer(tokenizer, loss_on, FIELD).render(examples):
+        if isinstance(document, BadRow):
+            raise UserError(FIELD, document.where, document.problem, document.remedy)
+        documents.append(document)
+    return documents
 
 
 def learned(tokenizer: Any, document: Document) -> list[str]:

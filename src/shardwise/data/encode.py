@@ -96,7 +96,7 @@ class Encoder:
         """Tokens of each text."""
         for at in range(0, len(texts), BATCH):
             some = texts[at : at + BATCH]
-            plain = [self._words is not None and text.isascii() for text in some]
+            plain = [self._words is not None and text != "" and text.isascii() for text in some]
             by_words = self._by_words([t for t, p in zip(some, plain, strict=True) if p])[::-1]
             whole = self._whole([t for t, p in zip(some, plain, strict=True) if not p])[::-1]
             for p in plain:

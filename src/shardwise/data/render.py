@@ -14,9 +14,9 @@ prompts without a template may spell special tokens: there they are what the aut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from shardwise.data.encode import Encoded, Encoder, Joined
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.errors import UserError
-
-if TYPE_CHECKING:
-    from shardwise.data.rows import Row
 
 BATCH = 256  # examples that are rendered in one call
 
@@ -242,17 +239,3 @@ def check_template(tokenizer: Any, field: str) -> None:
         ChatTemplate(tokenizer).check()
     except TemplateFault as fault:
         raise UserError(field, None, fault.problem, fault.remedy) from None
-
-
-def render_rows(rows: Iterable[Row], tokenizer: Any, loss_on: str, field: str) -> Iterator[Document]:
-    """Documents in the order of the rows; the first bad one ends it."""
-    examples = [
-        Example(r.where, n, "text", text=r.text or "")
-        if r.messages is None
-        else Example(r.where, n, "chat", r.messages)
-        for n, r in enumerate(rows)
-    ]
-    for document in Renderer(tokenizer, loss_on, field).render(examples):
-        if isinstance(document, BadRow):
-            raise UserError(field, document.where, document.problem, document.remedy)
-        yield document
