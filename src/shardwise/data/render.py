@@ -14,7 +14,7 @@ prompts without a template may spell special tokens: there they are what the aut
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
