@@ -13,7 +13,9 @@ from filelock import FileLock, Timeout
 
 from shardwise.config.load import load_run
 from shardwise.config.schema import Run
+from shardwise.data.mixing import all_names
 from shardwise.errors import Interrupted, UserError
+from shardwise.observe.tokenising import TokenisingProgress
 from shardwise.train.job import Job, prepare_job
 
 
@@ -49,7 +51,9 @@ class Trainer:
             if self._folder.path.is_dir():  # a new one is made by fit: a mistake leaves no folder behind
                 self._folder.claim()
             try:
-                self._job = prepare_job(self.loaded, say)
+                with TokenisingProgress(all_names(self.loaded.run.data)) as bars:
+                    tell = bars.update if os.environ.get("RANK", "0") == "0" else lambda *_: None
+                    self._job = prepare_job(self.loaded, say, tell)
             except BaseException:
                 self._folder.release()
                 raise

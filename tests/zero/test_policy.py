@@ -83,7 +83,8 @@ def test_the_plan_has_the_widths_and_says_what_does_nothing() -> None:
     assert "reduces in 4 bits between nodes, 8 within" in describe_collectives(both, 4, 2)
     assert "reduces in 4 bits, " in describe_collectives(both, 4, 1)
     assert "hpZ does nothing: secondary_shard 4 is the whole shard group" in describe_collectives(both, 4, 2)
-    assert "later within 4 (hpZ)" in describe_collectives(both, 8, 4)
+    assert "then within 4 ranks (hpZ)" in describe_collectives(both, 8, 4)
+    assert "keeps all of it on every rank (hpZ)" in describe_collectives(Parallel(zero=3, secondary_shard=1), 8, 4)
     assert describe_collectives(Parallel(zero=3), 4, 4) == ""
 
 

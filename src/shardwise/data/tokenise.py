@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.config.schema import Data, Source
 from shardwise.data.bill import add_lengths, no_lengths
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
-from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk
+from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_notes
 from shardwise.data.formats import Detected, detect, understand
 from shardwise.data.refine import (
     DuplicateFinder,
@@ -47,7 +47,7 @@ from shardwise.data.store import fail, finish, has_chunk, write_chunk
 from shardwise.errors import UserError
 
 AHEAD = 2  # chunks per worker that are under way
-DETECT_ROWS = 100
+DETECT_ROWS, LOOK_CHUNKS = 100, 16
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -319,12 +319,14 @@ def tokenise_source(
         if spec.vocabulary is not None:
             check_largest(total.largest_token, spec.vocabulary)
     _write_fates(folder, count)
+    notes = source_notes(spec.source, spec.field)
     if not total.rows:
         raise UserError(spec.field, spec.source.path, "holds no rows", "check the file, or leave it out")
     if not total.supervised and not total.held_out:
         raise _nothing_learned(spec, total)
     facts = total.__dict__ | {
-        "format": detected.format, "reason": detected.reason, "seconds": round(time.monotonic() - started, 3),
+        "format": detected.format, "reason": ". ".join([detected.reason, *notes]),
+        "seconds": round(time.monotonic() - started, 3),
     }  # fmt: skip
     finish(folder / "eval", count, {"documents": total.held_out})
     finish(folder / "train", count, facts)
@@ -337,27 +339,28 @@ def _removed(removals: Removals | None, spec: Spec, task: ChunkTask) -> dict[int
 
 
 def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
-    """The format of a source, found in its first rows, and all its chunks."""
+    """The format of a source, found in its first rows that can be read, and all its chunks."""
     tasks = chunk_tasks(spec.source, spec.field)
-    first = next(tasks, None)
-    if first is None:
-        raise UserError(spec.field, spec.source.path, "holds no rows", "check the file, or leave it out")
-    return _detect(first, spec), chain([first], tasks)
-
-
-def _detect(first: ChunkTask, spec: Spec) -> Detected:
-    raws = []
-    for raw in read_chunk(first):
-        if isinstance(raw, Raw):
-            raws.append(raw)
-        elif spec.data.on_bad_row == "error":
-            raise refusal(raw, spec)
-        if len(raws) == DETECT_ROWS:
+    seen: list[ChunkTask] = []
+    raws: list[Raw] = []
+    for task in islice(tasks, LOOK_CHUNKS):
+        seen.append(task)
+        for raw in read_chunk(task):
+            if isinstance(raw, Raw):
+                raws.append(raw)
+            elif spec.data.on_bad_row == "error":
+                raise refusal(raw, spec)
+            if len(raws) == DETECT_ROWS:
+                break
+        if raws:
             break
+    if not raws:
+        problem = "none of its first rows can be read" if any(task.rows for task in seen) else "holds no rows"
+        raise UserError(spec.field, spec.source.path, problem, "check the file, or leave it out")
     detected = detect(raws, spec.source, spec.field)
     if rules := RowRules(spec.data.refine).filter:
         rules.check_columns(raw.value for raw in raws)
-    return detected
+    return detected, chain(seen, tasks)
 
 
 def _nothing_learned(spec: Spec, total: Summary) -> UserError:
@@ -446,23 +449,18 @@ def _made(folder: Path) -> Path:
 
 
 def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
-    """The passages that training rows must not have: those of the eval sources, or of the rows that are held out."""
+    """The passages that training rows must not have: those of the eval sources."""
     words = specs[0].data.refine.decontaminate
     if not words:
         return None
-    evals = [spec for spec in specs if not spec.trains]
-    if not evals and not specs[0].share:
-        problem = "there is nothing to compare with: the run has no evaluation data"
-        raise UserError("data.refine.decontaminate", words, problem, "set data.eval, or leave it out")
 
     def examples() -> Iterator[Example]:
-        for spec in evals or specs:
-            detected, tasks = look(spec)
-            reader = RowReader(spec, detected, None)
-            for task in tasks:
-                for example in reader.examples(task, {}, Fates())[0]:
-                    if not spec.trains or held_out(example.number, spec):
-                        yield example
+        for spec in specs:
+            if not spec.trains:
+                detected, tasks = look(spec)
+                reader = RowReader(spec, detected, None)
+                for task in tasks:
+                    yield from reader.examples(task, {}, Fates())[0]
 
     return EvalNgrams.from_examples(examples(), words, work / "passages")
 

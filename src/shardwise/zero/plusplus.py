@@ -60,7 +60,9 @@ def describe_collectives(parallel: Parallel, shard: int, local: int) -> str:
     if parallel.secondary_shard == shard:
         said.append(f"hpZ does nothing: secondary_shard {shard} is the whole shard group, whose gathers stay within it")
     elif parallel.secondary_shard is not None:
-        said.append(f"gathers globally once a step, later within {parallel.secondary_shard} (hpZ)")
+        later = parallel.secondary_shard
+        kept = f"then within {later} ranks" if later > 1 else "and keeps all of it on every rank"
+        said.append(f"gathers globally once a step, {kept} (hpZ)")
     return "".join(f"; {words}" for words in said)
 
 
