@@ -95,7 +95,7 @@ def _documentation() -> list[str]:
                 continue
             for node in ast.walk(tree):
                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                    words += (ast.get_docstring(node) or "").replace("<|", "< |").split(" ")
+                    words += (ast.get_docstring(node) or "").replace("<", "< ").split(" ")
             if len(words) > 3_000_000:
                 return words
     return words

@@ -28,7 +28,7 @@ from shardwise.data.files import content_digest, count_rows, source_files
 from shardwise.data.fingerprint import template_fingerprint
 from shardwise.data.mixing import ORDER
 from shardwise.data.store import TokenStore
-from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary
+from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary, source_bytes
 from shardwise.errors import UserError
 from shardwise.launch.cpu import usable_cores
 
@@ -161,7 +161,7 @@ def _make(
     lock = cache_root() / "data" / f"{folders[0].name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     say("reading and tokenising the data")
-    if sum(_size(spec) for spec in specs) <= INLINE:
+    if sum(source_bytes(spec) for spec in specs) <= INLINE:
         with FileLock(lock):
             make_sources(specs, folders, tokenizer, 1)
         return lambda: False
@@ -171,12 +171,6 @@ def _make(
         _start(specs, folders, tokenizer, workers, lock)
     _follow(specs, folders, lock, early, tell)
     return lambda: _held(lock)
-
-
-def _size(spec: Spec) -> int:
-    """Bytes of a source's files; a dataset of the hub counts as large."""
-    files = source_files(spec.source, spec.field)
-    return sum(file.stat().st_size for file in files) if files else INLINE + 1
 
 
 def _held(lock: Path) -> bool:

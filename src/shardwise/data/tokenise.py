@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from shardwise.config.schema import Data, Source
 from shardwise.data.bill import add_lengths, no_lengths
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
-from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_notes
+from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
 from shardwise.data.formats import Detected, detect, understand
 from shardwise.data.refine import (
     DuplicateFinder,
@@ -406,6 +406,7 @@ def _be_worker(function: Callable[[Any], Any]) -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
+    _die_with(os.getppid())  # a killed parent ends nobody
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _FUNCTION.append(function)
 
@@ -422,6 +423,12 @@ def _write_fates(folder: Path, chunks: int) -> None:
                 out.write(json.dumps({"fate": fate, "where": where, "reason": reason}, ensure_ascii=False) + "\n")
 
 
+def source_bytes(spec: Spec) -> float:
+    """Bytes of a source's files; a dataset of the hub counts as larger than any."""
+    files = source_files(spec.source, spec.field)
+    return sum(file.stat().st_size for file in files) if files else math.inf
+
+
 def make_sources(
     specs: list[Spec],
     folders: list[Path],
@@ -431,6 +438,8 @@ def make_sources(
 ) -> None:
     """Makes what is missing of several sources, in order."""
     missing = [(s, f) for s, f in zip(specs, folders, strict=True) if not (f / "train/done.json").is_file()]
+    # The small ones first: a run that need not wait for all waits for the first windows of each.
+    missing.sort(key=lambda item: source_bytes(item[0]))
     for _, folder in missing:
         (folder / "train/failed.json").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="refine-", dir=_made(folders[0].parent)) as work:
