@@ -150,7 +150,8 @@ class RowReader:
 
 def refusal(bad: BadRow, spec: Spec) -> UserError:
     """A bad row as the user's mistake."""
-    return UserError(spec.field, bad.where, bad.problem, f"{bad.remedy}; or set data.on_bad_row: skip")
+    also = "" if "on_bad_row" in bad.remedy else "; or set data.on_bad_row: skip"
+    return UserError(spec.field, bad.where, bad.problem, bad.remedy + also)
 
 
 class ChunkMaker:
