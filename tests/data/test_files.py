@@ -445,7 +445,7 @@ def test_hub_without_a_network(datasets: Any) -> None:
         "from support.sources import take\nfrom shardwise.errors import UserError\n"
         "try: take('nobody/nothing')\nexcept UserError as error: print(error)"
     )
-    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    offline = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=offline, timeout=120)
     assert "there is no such path here" in done.stdout and "not reachable" in done.stdout, done.stderr
 

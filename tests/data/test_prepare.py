@@ -230,7 +230,7 @@ def test_the_share_is_kept_at_any_place(share: float) -> None:
 
 
 def test_pieces_of_a_text_stay_on_one_side(write: Write, tokenizer: Any) -> None:
-    paths = [write(f"{c}.txt", c * 300) for c in "ab"]
+    paths = [write(f"texts/{c}.txt", c * 300) for c in "ab"]
     prepared = prepare_data(data(str(Path(paths[0]).parent), eval="50%", sequence_length=16), tokenizer, 0)
     assert len(set("".join(texts(trained(prepared), tokenizer))) & set("ab")) == 1
 

@@ -167,10 +167,15 @@ def _make(
         return lambda: False
     data = specs[0].data
     workers = usable_cores() if data.workers == "auto" else int(data.workers)
-    if not _held(lock):
-        _start(specs, folders, tokenizer, workers, lock)
-    _follow(specs, folders, lock, early, tell)
-    return lambda: _held(lock)
+    child = None if _held(lock) else _start(specs, folders, tokenizer, workers, lock)
+
+    def alive() -> bool:
+        if child is not None:
+            child.poll()  # lets go of one that has ended
+        return _held(lock)
+
+    _follow(specs, folders, alive, early, tell)
+    return alive
 
 
 def _held(lock: Path) -> bool:
@@ -181,7 +186,7 @@ def _held(lock: Path) -> bool:
         return True
 
 
-def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int, lock: Path) -> None:
+def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int, lock: Path) -> subprocess.Popen[bytes]:
     """A process of its own; returns once it, or another that was faster, holds the lock."""
     work = Path(tempfile.mkdtemp(prefix="tokenise-", dir=lock.parent))
     tokenizer.save_pretrained(work / "tokenizer")
@@ -200,14 +205,15 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
     if child.poll():
         problem = f"the process that tokenises ended at once ({(work / 'log').read_text()[-300:].strip()})"
         raise UserError("data", None, problem, f"see {work / 'log'}")
+    return child
 
 
-def _follow(specs: list[Spec], folders: list[Path], lock: Path, early: bool, tell: Tell) -> None:
+def _follow(specs: list[Spec], folders: list[Path], alive: Callable[[], bool], early: bool, tell: Tell) -> None:
     """Tells of the progress until all is there, or, if `early`, until a run can begin."""
     window = specs[0].data.packing_window
     for source, (spec, folder) in enumerate(zip(specs, folders, strict=True)):
         total, done, number = count_rows(spec.source, spec.field), Summary(), 0
-        store = TokenStore(folder / "train", lambda: _held(lock))
+        store = TokenStore(folder / "train", alive)
         while not (early and done.documents >= window and spec.trains):
             if not store.has(number):
                 break
