@@ -52,7 +52,7 @@ class Trainer:
                 self._folder.claim()
             try:
                 with TokenisingProgress(all_names(self.loaded.run.data)) as bars:
-                    tell = bars.update if os.environ.get("RANK", "0") == "0" else lambda *_: None
+                    tell = bars.update if os.environ.get("RANK", "0") == "0" else None
                     self._job = prepare_job(self.loaded, say, tell)
             except BaseException:
                 self._folder.release()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,21 +260,8 @@ def test_a_boundary_off_by_one_is_noticed() -> None:
         assert abs(loss - reference[0]) / reference[0] > 100 * BOUND, layout
 
 
-class Alone:
-    """A model in one piece, with as much of a ShardedModel as the check uses."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        self.model.eval()
-        with torch.no_grad():
-            yield
-
-
 def check(model: nn.Module) -> None:
-    sharded: Any = Alone(model)
+    sharded: Any = packed.Alone(model)
     selfcheck.check_model(sharded, packed.WORDS, True, "the-model", torch.device("cpu"), apart=True)
 
 

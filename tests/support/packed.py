@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from shardwise.models.attention import install
 from shardwise.models.build import find_blocks
@@ -168,3 +170,16 @@ def broken_then_plain(run: dict[str, Any]) -> tuple[list[str], float, float]:
         losses.append(accumulate(parts, batch_of(parts, 0)).item())
         dist.barrier()
     return said, losses[0], losses[1]
+
+
+class Alone:
+    """A model in one piece, with as much of a ShardedModel as the check uses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self.model.eval()
+        with torch.no_grad():
+            yield

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import scenarios
+from support.packed import Alone
 from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 from torch import nn
@@ -36,19 +35,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": SMALL | {"ffn_dim": 96, "word_embed_proj_dim": 48},
     "mamba": dict(vocab_size=WORDS, hidden_size=48, num_hidden_layers=2, state_size=8),
 }
-
-
-class Alone:
-    """A model in one piece, with as much of a ShardedModel as the check uses."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        self.model.eval()
-        with torch.no_grad():
-            yield
 
 
 def check(model: nn.Module, packing: bool) -> None:

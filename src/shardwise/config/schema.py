@@ -193,9 +193,19 @@ class Data(Section):
     refine: Refine = Field(default_factory=lambda: Refine(), description="what to leave out")
     workers: Whole | Literal["auto"] = Field(default="auto", description="processes that tokenise; auto = cores")
 
+    @property
+    def eval_sources(self) -> tuple[Source, ...]:
+        """The sources that are only for evaluation; none where a share is held out."""
+        return () if isinstance(self.eval, float) else self.eval
+
+    @property
+    def eval_share(self) -> float:
+        """The share of each training source that is held out; 0 where evaluation has sources of its own."""
+        return self.eval if isinstance(self.eval, float) else 0.0
+
     @model_validator(mode="after")
-    def _eval_sources(self) -> Data:
-        if self.refine.decontaminate and isinstance(self.eval, float):
+    def _compares_with_something(self) -> Data:
+        if self.refine.decontaminate and not self.eval_sources:
             problem = "compares with eval sources, but data.eval names none"
             raise Clash("refine.decontaminate", problem, "set data.eval to a path, or remove it")
         return self

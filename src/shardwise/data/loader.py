@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.config.schema import Data
 from shardwise.data.mixing import Mixture, SourceStream, sequence_order
 from shardwise.data.packing import DOCUMENT, Packed, pack
 from shardwise.data.store import LEARNED
@@ -74,6 +75,11 @@ class _Mark:
     carry: np.ndarray  # documents left over by the window before
     documents: int  # within the epoch
     tokens: int  # in the run
+
+
+def make_loader(sources: Sequence[SourceStream], data: Data, seed: int, pad_id: int, temperature: float) -> Loader:
+    """A loader as the settings want it; evaluation, which mixes nothing, has a temperature of 1."""
+    return Loader(sources, data.sequence_length, data.packing, data.packing_window, seed, pad_id, temperature)
 
 
 class Loader:

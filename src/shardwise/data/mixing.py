@@ -292,4 +292,4 @@ def _words(path: str) -> list[str]:
 
 def all_names(data: Data) -> list[str]:
     """Names of the training sources, then of the eval sources."""
-    return source_names(data.train) + (source_names(data.eval) if isinstance(data.eval, tuple) else [])
+    return source_names(data.train) + source_names(data.eval_sources)

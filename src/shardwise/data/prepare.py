@@ -26,7 +26,7 @@ from shardwise.cache import cache_root
 from shardwise.config.schema import Data, Refine
 from shardwise.data.files import content_digest, count_rows, source_files
 from shardwise.data.fingerprint import template_fingerprint
-from shardwise.data.mixing import ORDER
+from shardwise.data.mixing import ORDER, SourceStream, source_names
 from shardwise.data.store import TokenStore
 from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary, source_bytes
 from shardwise.errors import UserError
@@ -77,6 +77,14 @@ class Prepared:
         for source in self.train + self.eval:
             source.store.wait()
 
+    def streams(self) -> list[SourceStream]:
+        """The training sources as they are mixed."""
+        names = source_names([one.spec.source for one in self.train])
+        return [
+            SourceStream(name, one.store, one.rows, one.spec.source.weight, one.spec.source.epochs)
+            for name, one in zip(names, self.train, strict=True)
+        ]
+
     def total(self, name: str) -> int:
         """A count over the training sources, as far as they are done."""
         return sum(int(s.facts[name]) for s in self.train if s.facts is not None)
@@ -92,14 +100,13 @@ def prepare_data(
     say: Callable[[str], None] = lambda _: None,
     vocabulary: int | None = None,
     early: bool = False,
-    tell: Tell = lambda *_: None,
+    tell: Tell | None = None,
 ) -> Prepared:
     """Finds or makes everything the run will learn from; `early` returns as soon as a run can begin."""
-    share = data.eval if isinstance(data.eval, float) else 0.0
+    share = data.eval_share
     specs = [Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary) for i, s in enumerate(data.train)]
-    evals = [] if isinstance(data.eval, float) else list(data.eval)
     whole = data.model_copy(update={"refine": Refine()})  # what is measured by is not refined
-    specs += [Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary) for i, s in enumerate(evals)]
+    specs += [Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary) for i, s in enumerate(data.eval_sources)]
     digests = [content_digest(spec.source, spec.field) for spec in specs]
     everything = hashlib.sha256("".join(digests).encode()).hexdigest()
     shape = template_fingerprint(tokenizer)
@@ -155,7 +162,7 @@ def _make(
     tokenizer: Any,
     say: Callable[[str], None],
     early: bool,
-    tell: Tell,
+    tell: Tell | None,
 ) -> Callable[[], bool]:
     """Makes what is missing, here or in a process of its own; gives what tells whether somebody is still at it."""
     lock = cache_root() / "data" / f"{folders[0].name}.lock"
@@ -208,17 +215,19 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
     return child
 
 
-def _follow(specs: list[Spec], folders: list[Path], alive: Callable[[], bool], early: bool, tell: Tell) -> None:
+def _follow(specs: list[Spec], folders: list[Path], alive: Callable[[], bool], early: bool, tell: Tell | None) -> None:
     """Tells of the progress until all is there, or, if `early`, until a run can begin."""
     window = specs[0].data.packing_window
     for source, (spec, folder) in enumerate(zip(specs, folders, strict=True)):
-        total, done, number = count_rows(spec.source, spec.field), Summary(), 0
+        # Counting reads the source through: only for those who want to know how much is left.
+        total, done, number = count_rows(spec.source, spec.field) if tell else None, Summary(), 0
         store = TokenStore(folder / "train", alive)
         while not (early and done.documents >= window and spec.trains):
             if not store.has(number):
                 break
             done.add(read_summary(folder, number)[0])
-            tell(source, done.rows, total, done.tokens)
+            if tell:
+                tell(source, done.rows, total, done.tokens)
             number += 1
 
 
@@ -240,15 +249,6 @@ def _fingerprint(digests: list[str], shape: str, data: Data, seed: int, share: f
         [digest, s.format, s.fields, s.split, s.subset, s.weight, s.epochs]
         for digest, s in zip(digests, data.train, strict=True)
     ]
-    order: list[Any] = [
-        FORMAT,
-        ORDER,
-        sources,
-        shape,
-        data.sequence_length,
-        data.packing,
-        data.packing_window,
-        data.loss_on,
-    ]
-    order += [data.over_length, data.on_bad_row, data.temperature, data.refine.model_dump(), seed, share]
+    order: list[Any] = [FORMAT, ORDER, sources, shape, data.sequence_length, data.packing, data.packing_window]
+    order += [data.loss_on, data.over_length, data.on_bad_row, data.temperature, data.refine.model_dump(), seed, share]
     return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()[:24]

@@ -51,15 +51,16 @@ def has_chunk(folder: Path, index: int) -> bool:
 
 def finish(folder: Path, chunks: int, facts: dict[str, Any]) -> None:
     """Says that all chunks are there, and what is known of the whole."""
-    _write(folder / "done.json", {"chunks": chunks} | facts)
+    write_json(folder / "done.json", {"chunks": chunks} | facts)
 
 
 def fail(folder: Path, error: UserError) -> None:
     """Says that there will be no more, and why."""
-    _write(folder / "failed.json", {"args": [error.field, error.value, error.problem, error.remedy]})
+    write_json(folder / "failed.json", {"args": [error.field, error.value, error.problem, error.remedy]})
 
 
-def _write(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Whoever sees the file sees all of it."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     partial.write_text(json.dumps(content, default=str))
     partial.rename(file)

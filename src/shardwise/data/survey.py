@@ -16,12 +16,12 @@ from shardwise.config.schema import Data, Run
 from shardwise.data.bill import Bill, PackingBill, SourceBill
 from shardwise.data.examples import BadRow, Fates
 from shardwise.data.fingerprint import template_fingerprint
-from shardwise.data.loader import Loader
-from shardwise.data.mixing import SourceStream, passes_per_epoch, source_names
+from shardwise.data.loader import make_loader
+from shardwise.data.mixing import all_names, passes_per_epoch
 from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data
 from shardwise.data.preview import Sample
 from shardwise.data.render import Renderer
-from shardwise.data.tokenise import ChunkMaker, RowReader, Spec, look
+from shardwise.data.tokenise import RowReader, Spec, fit, look
 from shardwise.errors import UserError
 
 
@@ -43,7 +43,7 @@ class Survey:
     prepared: Prepared
 
 
-def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell = lambda *_: None) -> Survey:
+def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Survey:
     """Finds the tokenizer and prepares the data; raises Problems with everything that is wrong with them."""
     from shardwise.models.build import build_on_meta
     from shardwise.models.source import find_model
@@ -61,8 +61,7 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell = l
 def _every_problem(data: Data, tokenizer: Any, seed: int) -> list[UserError]:
     """Each source on its own, since the first mistake ends the preparation of all."""
     found: list[UserError] = []
-    lists = [("train", data.train), ("eval", data.eval if isinstance(data.eval, tuple) else ())]
-    for kind, sources in lists:
+    for kind, sources in (("train", data.train), ("eval", data.eval_sources)):
         for index, source in enumerate(sources):
             alone = data.model_copy(update={"train": (source,), "eval": 0.0})
             try:
@@ -76,19 +75,13 @@ def _every_problem(data: Data, tokenizer: Any, seed: int) -> list[UserError]:
 
 
 def _named(found: Survey) -> Iterator[tuple[str, PreparedSource]]:
-    data, prepared = found.run.data, found.prepared
-    yield from zip(source_names(data.train), prepared.train, strict=True)
-    if isinstance(data.eval, tuple):
-        yield from zip(source_names(data.eval), prepared.eval, strict=True)
+    yield from zip(all_names(found.run.data), found.prepared.train + found.prepared.eval, strict=True)
 
 
 def bill_of(found: Survey) -> Bill:
     """Counts what was prepared."""
     data, prepared = found.run.data, found.prepared
-    streams = [
-        SourceStream(name, one.store, one.rows, one.spec.source.weight, one.spec.source.epochs)
-        for name, one in zip(source_names(data.train), prepared.train, strict=True)
-    ]
+    streams = prepared.streams()
     passes = [float(p) for p in passes_per_epoch(streams, data.temperature)]
     seen = [p * one.known["tokens"] for p, one in zip(passes, prepared.train, strict=True)]
     bills: dict[bool, list[SourceBill]] = {True: [], False: []}
@@ -98,14 +91,11 @@ def bill_of(found: Survey) -> Bill:
             share = seen[one.spec.index] / max(1.0, sum(seen))
             known |= {"held_out": one.known["held_out"], "passes": passes[one.spec.index], "share": share}
         bills[one.spec.trains].append(SourceBill.from_facts(one.spec.source, name, one.known, **known))
-    loader = Loader(streams, data.sequence_length, data.packing, data.packing_window, found.run.train.seed, 0,
-                    data.temperature)  # fmt: skip
+    loader = make_loader(streams, data, found.run.train.seed, 0, data.temperature)
     sequences, efficiency = loader.epoch_sequences(), loader.efficiency()
     documents = round(sum(p * one.known["documents"] for p, one in zip(passes, prepared.train, strict=True)))
     tokens = round(efficiency * sequences * data.sequence_length)
-    packing = PackingBill(
-        data.packing, sequences, documents, tokens, data.sequence_length, data.packing_window
-    )  # fmt: skip
+    packing = PackingBill(data.packing, sequences, documents, tokens, data.sequence_length, data.packing_window)
     template = template_fingerprint(found.tokenizer)
     return Bill(bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length)
 
@@ -161,7 +151,7 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
             if isinstance(document, BadRow):
                 continue
             fates = Fates()
-            pieces = ChunkMaker.fit(document, document.number in texts, spec, fates, [])
+            pieces = fit(document, document.number in texts, spec, fates, [])
             note, shown = "", document
             if len(pieces) > 1:
                 note = f"split over {len(pieces)} sequences"

@@ -22,7 +22,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +30,7 @@ from shardwise.config.schema import Data, Source
 from shardwise.data.bill import add_lengths, no_lengths
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
-from shardwise.data.formats import Detected, detect, understand
+from shardwise.data.formats import SAMPLE, Detected, detect, understand
 from shardwise.data.refine import (
     DuplicateFinder,
     EvalNgrams,
@@ -43,11 +42,11 @@ from shardwise.data.refine import (
     row_keys,
 )
 from shardwise.data.render import Renderer, check_template
-from shardwise.data.store import fail, finish, has_chunk, write_chunk
+from shardwise.data.store import fail, finish, has_chunk, write_chunk, write_json
 from shardwise.errors import UserError
 
 AHEAD = 2  # chunks per worker that are under way
-DETECT_ROWS, LOOK_CHUNKS = 100, 16
+LOOK_CHUNKS = 16  # in which there must be a row that can be read
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -161,6 +160,7 @@ class ChunkMaker:
         self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
         self.spec = reader.spec
         self.renderer = Renderer(tokenizer, self.spec.data.loss_on, self.spec.field)
+        self._template_checked = False
 
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
         """Stores the chunk and its summary, if they are not there yet; raises UserError for what ends the run."""
@@ -169,8 +169,9 @@ class ChunkMaker:
             return read_summary(self.folder, task.index)[0]
         summary, fates = Summary(), Fates()
         examples, summary.rows = self.reader.examples(task, removed, fates)
-        if any(example.kind == "chat" for example in examples):
+        if not self._template_checked and any(example.kind == "chat" for example in examples):
             check_template(self.tokenizer, "model.tokenizer")
+            self._template_checked = True
         plain = {example.number for example in examples if example.kind == "text"}
         train: list[Document] = []
         held: list[Document] = []
@@ -190,7 +191,7 @@ class ChunkMaker:
             if not document.learned.any():
                 fates.add("no supervised token", document.where)
                 continue
-            pieces = self.fit(document, document.number in plain, self.spec, fates, refused)
+            pieces = fit(document, document.number in plain, self.spec, fates, refused)
             out += [piece for piece in pieces if piece.learned.any()]
         if refused:
             raise _too_long(refused, summary.rows, self.spec)
@@ -201,38 +202,38 @@ class ChunkMaker:
         write_chunk(self.folder / "train", task.index, train)  # last: whoever sees it finds the rest
         return summary
 
-    @staticmethod
-    def fit(document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document]) -> list[Document]:
-        """The document in pieces that fit into a sequence, as data.over_length says."""
-        limit, length = spec.data.sequence_length, len(document.tokens)
-        if length <= limit:
-            return [document]
-        policy = spec.data.over_length or ("split" if plain else "error")
-        if policy == "split":
-            if not plain:
-                fates.add("split", document.where, f"{length} tokens")
-            # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
-            pieces = [_cut(document, start, limit) for start in range(0, length - 1, limit - 1)]
-            for piece in pieces:
-                piece.learned[:1] = False
-            return pieces
-        cut = _cut(document, 0, limit)
-        if policy == "truncate" and cut.learned.any():
-            fates.add("truncated", document.where, f"{length} tokens")
-            return [cut]
-        if policy in ("drop", "truncate"):
-            nothing = ", nothing to learn in those that fit" if policy == "truncate" else ""
-            fates.add("dropped", document.where, f"{length} tokens{nothing}")
-        else:
-            refused.append(document)
-        return []
-
     def _count(self, train: list[Document], held: list[Document], lengths: list[int], summary: Summary) -> None:
         summary.documents, summary.tokens = len(train), sum(len(d.tokens) for d in train)
         summary.supervised = sum(int(d.learned.sum()) for d in train)
         summary.held_out, summary.longest = len(held), max(lengths, default=0)
         summary.largest_token = max((int(d.tokens.max()) for d in train + held), default=0)
         add_lengths(summary.lengths, lengths)
+
+
+def fit(document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document]) -> list[Document]:
+    """The document in pieces that fit into a sequence, as data.over_length says."""
+    limit, length = spec.data.sequence_length, len(document.tokens)
+    if length <= limit:
+        return [document]
+    policy = spec.data.over_length or ("split" if plain else "error")
+    if policy == "split":
+        if not plain:
+            fates.add("split", document.where, f"{length} tokens")
+        # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
+        pieces = [_cut(document, start, limit) for start in range(0, length - 1, limit - 1)]
+        for piece in pieces:
+            piece.learned[:1] = False
+        return pieces
+    cut = _cut(document, 0, limit)
+    if policy == "truncate" and cut.learned.any():
+        fates.add("truncated", document.where, f"{length} tokens")
+        return [cut]
+    if policy in ("drop", "truncate"):
+        nothing = ", nothing to learn in those that fit" if policy == "truncate" else ""
+        fates.add("dropped", document.where, f"{length} tokens{nothing}")
+    else:
+        refused.append(document)
+    return []
 
 
 def held_out(row: int, spec: Spec) -> bool:
@@ -277,11 +278,8 @@ def _summary_file(folder: Path, number: int) -> Path:
 
 
 def _write_summary(folder: Path, number: int, summary: Summary, fates: Fates) -> None:
-    file = _summary_file(folder, number)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     rows = [(fate, *row) for fate, rows in fates.rows.items() for row in rows]
-    partial.write_text(json.dumps({"summary": summary.__dict__, "fates": rows}, ensure_ascii=False))
-    partial.rename(file)
+    write_json(_summary_file(folder, number), {"summary": summary.__dict__, "fates": rows})
 
 
 def read_summary(folder: Path, number: int) -> tuple[Summary, list[list[str]]]:
@@ -299,7 +297,6 @@ def tokenise_source(
     workers: int,
     passages: EvalNgrams | None = None,
     removals: Removals | None = None,
-    told: Callable[[Summary], None] = lambda _: None,
 ) -> None:
     """Makes all chunks of a source that are not there yet, and says so in `done.json`."""
     for name in ("train", "eval", "summaries"):
@@ -316,13 +313,10 @@ def tokenise_source(
     for summary in in_order(maker, work, workers):
         total.add(summary)
         count += 1
-        told(summary)
         if spec.vocabulary is not None:
             check_largest(total.largest_token, spec.vocabulary)
     _write_fates(folder, count)
     notes = source_notes(spec.source, spec.field)
-    if not total.rows:
-        raise UserError(spec.field, spec.source.path, "holds no rows", "check the file, or leave it out")
     if not total.supervised and not total.held_out:
         raise _nothing_learned(spec, total)
     facts = total.__dict__ | {
@@ -351,7 +345,7 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
                 raws.append(raw)
             elif spec.data.on_bad_row == "error":
                 raise refusal(raw, spec)
-            if len(raws) == DETECT_ROWS:
+            if len(raws) == SAMPLE:
                 break
         if raws:
             break
@@ -430,13 +424,7 @@ def source_bytes(spec: Spec) -> float:
     return sum(file.stat().st_size for file in files) if files else math.inf
 
 
-def make_sources(
-    specs: list[Spec],
-    folders: list[Path],
-    tokenizer: Any,
-    workers: int,
-    told: Callable[[Spec, Summary], None] = lambda *_: None,
-) -> None:
+def make_sources(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int) -> None:
     """Makes what is missing of several sources, in order."""
     missing = [(s, f) for s, f in zip(specs, folders, strict=True) if not (f / "train/done.json").is_file()]
     # The small ones first: a run that need not wait for all waits for the first windows of each.
@@ -449,8 +437,7 @@ def make_sources(
             passages = _passages(specs, Path(work))
             removals = _repeats(specs, passages, workers, Path(work))
         for spec, folder in missing:
-            tell = partial(told, spec)
-            tokenise_source(spec, tokenizer, folder, workers, passages if spec.trains else None, removals, tell)
+            tokenise_source(spec, tokenizer, folder, workers, passages if spec.trains else None, removals)
 
 
 def _made(folder: Path) -> Path:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.optim.codecs import columns
+from shardwise.optim.grouped import evaluated
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import division_of, local_grad, local_of, new_step, zeros_beside
 
@@ -58,10 +59,7 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on every parameter that has a gradient; collective over the shard group."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         work = [self._begin(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
         divided: dict[Any, list[Work]] = {}
         for one in work:

@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 
 
+def evaluated(closure: Callable[[], float] | None) -> float | None:
+    """The loss that a closure computes, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Grouped(torch.optim.Optimizer):
     """Steps group by group through `update`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             self.update(group, [p for p in group["params"] if p.grad is not None])
         return loss

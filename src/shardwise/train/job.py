@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import check_output, check_room, resolve_machine, resolve_model, resolve_steps, world_size
 from shardwise.config.schema import Run
-from shardwise.data.loader import Loader
+from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import Prepared, Tell, prepare_data
 from shardwise.models.source import ModelSource, converted_folder, find_model
@@ -52,29 +52,22 @@ class Job:
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data
-        streams = [
-            SourceStream(name, one.store, one.rows, one.spec.source.weight, one.spec.source.epochs)
-            for name, one in zip(source_names(data.train), self.data.train, strict=True)
-        ]
-        return self._loader(streams, data.temperature)
+        return make_loader(self.data.streams(), data, self.run.train.seed, self.pad_id, data.temperature)
 
     def eval_loader(self) -> Loader | None:
         """The held-out sequences, if any."""
         data = self.run.data
-        if isinstance(data.eval, tuple):
-            stores, names = [one.store for one in self.data.eval], source_names(data.eval)
-        elif data.eval:
+        if data.eval_sources:
+            stores, names = [one.store for one in self.data.eval], source_names(data.eval_sources)
+        elif data.eval_share:
             stores, names = [one.held_out for one in self.data.train], source_names(data.train)
         else:
             return None
-        return self._loader([SourceStream(n, s) for n, s in zip(names, stores, strict=True)])
-
-    def _loader(self, sources: list[SourceStream], temperature: float = 1.0) -> Loader:
-        data, seed = self.run.data, self.run.train.seed
-        return Loader(sources, data.sequence_length, data.packing, data.packing_window, seed, self.pad_id, temperature)
+        streams = [SourceStream(n, s) for n, s in zip(names, stores, strict=True)]
+        return make_loader(streams, data, self.run.train.seed, self.pad_id, 1.0)
 
 
-def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell = lambda *_: None) -> Job:
+def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Job:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
     from shardwise.models.build import build_on_meta
     from shardwise.models.weights import check_shapes, match_names, tensor_files
