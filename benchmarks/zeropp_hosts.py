@@ -1,4 +1,4 @@
-"""ZeRO++ over a thin link: two hosts of two ranks, bytes read from the interface between them, step times and losses.
+r"""ZeRO++ over a thin link: two hosts of two ranks, bytes read from the interface between them, step times and losses.
 
 The hosts are network namespaces joined by a cable whose rate `tc` holds down; each rank is the real command
 (`shardwise train`) under the environment that torchrun would give it. Bytes are those of the cable's own counters, both
@@ -7,6 +7,8 @@ directions, headers included, between the end of the first counted step and the 
     python benchmarks/zeropp_hosts.py --rate 400mbit --steps 6                      # bytes and step times
     python benchmarks/zeropp_hosts.py --rate none --steps 200 --variants zero3,all  # losses
     python benchmarks/zeropp_hosts.py --rate here --device cuda --steps 200         # losses, no namespaces: no root
+    python benchmarks/zeropp_hosts.py --rate here --device cuda --steps 200 --length 512 --eval-every 50 \
+        --train '/usr/lib/python3.12/[a-r]*.py' --heldout '/usr/lib/python3.12/[s-z]*.py'   # on text seen once
 
 `zero3` is stage 3 in bf16 as Shardwise runs it: gradients are reduced in fp32. `zero3-bf16` reduces them in bf16 too,
 which is the baseline that ZeRO++ is usually compared with; there is no setting for it, so this file makes it.
@@ -196,13 +198,13 @@ def describe_run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """The run that all variants share."""
     run: dict[str, Any] = {
         "model": args.model,
-        "data": {"train": str(DEMO / "pairs.jsonl"), "sequence_length": args.length},
+        "data": {"train": args.train, "sequence_length": args.length},
         "train": {"steps": args.steps, "batch_size": args.batch, "micro_batch_size": 1, "learning_rate": 1e-4},
         "precision": args.precision, "device": args.device, "backend": "gloo", "timeout": "30min",
         "checkpoint": {"every": None}, "resume": "never",
     }  # fmt: skip
     if args.eval_every:
-        run["data"]["eval"] = heldout(work)
+        run["data"]["eval"] = args.heldout or heldout(work)
         run["train"]["eval_every"] = args.eval_every
     return run
 
@@ -212,6 +214,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--first", type=int, default=2, help="count from the end of this step")
+    parser.add_argument("--train", default=str(DEMO / "pairs.jsonl"), help="a file, folder or glob to train on")
+    parser.add_argument("--heldout", help="the same to evaluate on; the demo's questions unless told")
     parser.add_argument("--length", type=int, default=96, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--precision", default="bf16")

@@ -213,6 +213,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None, scale: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """Updates what is not yet; `scale` (of one element, on the device) multiplies the gradients first."""
+        if scale is not None and scale.is_cuda:
+            scale.record_stream(self.pager.work)  # the caller lets go of it while updates are still queued
         self._begin()
         if self._left is None:
             self.steps += 1

@@ -117,6 +117,8 @@ class Pager:
             return
         slot = self._device_slot(page)
         tensors: list[torch.Tensor] = []
+        if page.home is not None:  # with fewer pages than slots no slot's event says so
+            self._in.wait_event(page.home)
         with torch.cuda.stream(self._in):
             for index, region in enumerate(page.regions):
                 if region.on(self.device):
