@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.schema import Offload, Parallel, Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import shard_size
@@ -264,6 +265,25 @@ def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
     per_rank, budget = run.train.batch_size // ranks, TOKENS_PER_FORWARD[run.device]
     fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0 and d * run.data.sequence_length <= budget]
     result.put("train.micro_batch_size", max(fits, default=1), f"at most {budget} tokens per forward on {run.device}")
+
+
+def task_wanted(run: Run) -> Task | None:
+    """The class of model that the objective asks for; None where the model's own class decides."""
+    return None if run.objective == "auto" else TASKS.get(run.objective.type, "causal")
+
+
+def purpose_of(run: Run) -> Purpose:
+    """What the rows of a run with a resolved objective become."""
+    assert run.objective != "auto"
+    return PURPOSES[run.objective.type]
+
+
+def resolve_objective(result: Resolution, task: Task) -> None:
+    """What the model's class is for, where the run does not say; rows that cannot be packed are not."""
+    if result.run.objective == "auto":
+        result.put("objective", {"type": task}, "what the model's class is for")
+    if result.run.data.packing and (purpose := purpose_of(result.run)) in ("seq2seq", "masked", "classify"):
+        result.put("data.packing", False, f"{purpose} rows are read one at a time")
 
 
 def resolve_model(result: Resolution, config: Any) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from shardwise.config.methods import Full, Method, Patterns
+from shardwise.config.objectives import Objective
+from shardwise.config.section import Clash, Section
 from shardwise.config.units import (
     Count,
     Duration,
@@ -26,18 +29,6 @@ from shardwise.config.units import (
     parse_share,
 )
 from shardwise.errors import UserError
-
-
-class Clash(ValueError):
-    """Settings that do not go together: the key to blame, what is wrong with it and what to do."""
-
-    def __init__(self, key: str, problem: str, remedy: str) -> None:
-        self.key, self.problem, self.remedy = key, problem, remedy
-        super().__init__(problem)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -465,7 +456,15 @@ class Run(Section):
         description="a name (hub id, folder, .gguf file), or settings of its own"
     )
     data: Data = Field(description="what to learn from, e.g. data: {train: chat.jsonl}")
-    method: Literal["full"] = Field(default="full", description="full = train every parameter")
+    method: Method = Field(
+        default=Full(), description="what is trained: full, lora, qlora or ia3, or a mapping with its settings"
+    )
+    objective: Objective = Field(
+        default="auto",
+        description="what it is trained to do: causal, seq2seq, masked, classify, dpo, orpo, kto or distill, or a "
+        "mapping with its settings; auto = as the model's class says",
+    )
+    freeze: Patterns = Field(default=(), description="parameters that stay as they are, by name, * for any part")
     train: Train = Field(default=Train(), description="how to learn")
     parallel: Parallel = Field(default=Parallel(), description="how the model is spread over the ranks")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.config.objectives import Purpose
 from shardwise.data.encode import Encoded, Encoder, Joined
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
@@ -41,12 +42,12 @@ class _Plan:
 class Renderer:
     """Makes documents of examples with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, loss_on: str, field: str) -> None:
+    def __init__(self, tokenizer: Any, loss_on: str, field: str, purpose: Purpose = "causal") -> None:
         if not getattr(tokenizer, "is_fast", False):
             problem = "has no fast version (tokenizer.json), which exact loss masks need"
             remedy = "convert it with transformers, or use the tokenizer of a sibling model"
             raise UserError("model.tokenizer", type(tokenizer).__name__, problem, remedy)
-        self.tokenizer, self.loss_on, self.field = tokenizer, loss_on, field
+        self.tokenizer, self.loss_on, self.field, self.purpose = tokenizer, loss_on, field, purpose
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
         self.last = [eos] if eos is not None else []

@@ -26,6 +26,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Data, Source
 from shardwise.data.bill import add_lengths, no_lengths
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
@@ -62,6 +63,7 @@ class Spec:
     seed: int
     share: float  # held out
     vocabulary: int | None = None
+    purpose: Purpose = "causal"
 
     @property
     def trains(self) -> bool:
@@ -70,7 +72,7 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can carry it."""
-        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary")}
+        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary", "purpose")}
         return plain | {"source": self.source.model_dump(mode="json"), "data": self.data.model_dump(mode="json")}
 
     @classmethod
@@ -159,7 +161,7 @@ class ChunkMaker:
     def __init__(self, reader: RowReader, tokenizer: Any, folder: Path) -> None:
         self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
         self.spec = reader.spec
-        self.renderer = Renderer(tokenizer, self.spec.data.loss_on, self.spec.field)
+        self.renderer = Renderer(tokenizer, self.spec.data.loss_on, self.spec.field, self.spec.purpose)
         self._template_checked = False
 
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:

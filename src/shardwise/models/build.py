@@ -16,17 +16,17 @@ from torch import nn
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
+from shardwise.models.tasks import auto_class
 from shardwise.models.weights import fill_local
 
 
 def build_on_meta(source: ModelSource) -> Any:
     """The model with every parameter on `meta` and ties in place."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(source.task).from_config(
                 source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
             )
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:

@@ -16,13 +16,15 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.cache import cache_root, make_once
+from shardwise.config.objectives import Task
 from shardwise.config.schema import Model
 from shardwise.errors import UserError
+from shardwise.models.tasks import auto_class, check_task, task_of
 
 EMBEDDED = "smollm2-135m-instruct"
 CONVERSION = 2  # raised when converted files change, so that older ones in the cache are not used
@@ -40,6 +42,7 @@ class ModelSource:
     weights: Path | None
     tokenizer: str
     trust_remote_code: bool = False
+    task: Task = "causal"
 
     def load_tokenizer(self) -> Any:
         """The tokenizer, fast (offsets are needed to mask exactly)."""
@@ -58,8 +61,11 @@ class ModelSource:
         return tokenizer
 
 
-def find_model(model: Model, say: Callable[[str], None] = lambda _: None) -> ModelSource:
-    """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained."""
+def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: Task | None = None) -> ModelSource:
+    """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained.
+
+    Without a task it is what the config's own class is for.
+    """
     if model.config is not None:
         config = _config_from(dict(model.config))
         tokenizer = _tokenizer_folder(str(model.tokenizer))
@@ -70,7 +76,8 @@ def find_model(model: Model, say: Callable[[str], None] = lambda _: None) -> Mod
         config = _config_of(folder, name, model.trust_remote_code)
         tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
         source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code)
-    _check_causal(source)
+    source = replace(source, task=task or task_of(source.config))
+    check_task(source.config, source.task, source.label)
     return source
 
 
@@ -164,23 +171,6 @@ def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
         raise UserError("model", name, problem, remedy) from None
 
 
-def _check_causal(source: ModelSource) -> None:
-    """Refuses what is not a causal language model, by the class its own config names."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    kind, classes = source.config.model_type, source.config.architectures or []
-    names = set()
-    for value in CAUSAL.values():
-        names |= {value} if isinstance(value, str) else set(value)
-    custom = "AutoModelForCausalLM" in (getattr(source.config, "auto_map", None) or {})
-    named_otherwise = classes and not names & set(classes) and not custom
-    if (kind not in CAUSAL and not custom) or named_otherwise:
-        what = classes[0] if classes else kind
-        problem = f"is a {what}, which is not a causal language model"
-        remedy = f"use a model whose config names a …ForCausalLM class, e.g. {EMBEDDED}"
-        raise UserError("model", source.label, problem, remedy)
-
-
 def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
     def make(folder: Path) -> None:
         import torch
@@ -245,12 +235,10 @@ def converted_folder(source: ModelSource) -> Path:
     assert source.weights is not None
 
     def make(folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
         try:
             with _quiet():
-                model, report = AutoModelForCausalLM.from_pretrained(
+                model, report = auto_class(source.task).from_pretrained(
                     source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
                 )
         except Exception as error:

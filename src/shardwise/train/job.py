@@ -13,8 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.load import LoadedRun
-from shardwise.config.resolve import check_output, check_room, resolve_machine, resolve_model, resolve_steps, world_size
+from shardwise.config.resolve import (
+    check_output,
+    check_room,
+    purpose_of,
+    resolve_machine,
+    resolve_model,
+    resolve_objective,
+    resolve_steps,
+    task_wanted,
+    world_size,
+)
 from shardwise.config.schema import Run
+from shardwise.data.layout import CausalLayout, Layout
 from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import Prepared, Tell, prepare_data
@@ -44,6 +55,11 @@ class Job:
         return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
     @property
+    def layout(self) -> Layout:
+        """How documents become what the objective takes."""
+        return CausalLayout(self.pad_id)
+
+    @property
     def offload_folder(self) -> Path:
         """Where states that are offloaded to disk have their working files."""
         folder = self.run.offload.disk
@@ -52,7 +68,7 @@ class Job:
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data
-        return make_loader(self.data.streams(), data, self.run.train.seed, self.pad_id, data.temperature)
+        return make_loader(self.data.streams(), data, self.run.train.seed, self.layout, data.temperature)
 
     def eval_loader(self) -> Loader | None:
         """The held-out sequences, if any."""
@@ -64,7 +80,7 @@ class Job:
         else:
             return None
         streams = [SourceStream(n, s) for n, s in zip(names, stores, strict=True)]
-        return make_loader(streams, data, self.run.train.seed, self.pad_id, 1.0)
+        return make_loader(streams, data, self.run.train.seed, self.layout, 1.0)
 
 
 def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Job:
@@ -77,7 +93,8 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
     result = resolve_machine(loaded.run)
     check_output(result.run)
     say("finding the model")
-    source = find_model(result.run.model, say)
+    source = find_model(result.run.model, say, task_wanted(result.run))
+    resolve_objective(result, source.task)
     resolve_model(result, source.config)
     model = build_on_meta(source)
     if source.weights is not None and match_names(model, tensor_files(source.weights)) is None:
@@ -89,8 +106,9 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
     check_room(result.run, parameters)
     tokenizer = source.load_tokenizer()
     vocabulary = model.get_input_embeddings().num_embeddings
+    purpose = purpose_of(result.run)
     early = result.run.train.steps is not None  # a run that counts in epochs must know how long one is
-    data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell)
+    data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, purpose)
     job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
     if not early:
         resolve_steps(result, job.loader().epoch_sequences())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from shardwise.checkpoint.hf import export_checkpoint
 from shardwise.checkpoint.store import step_folder
 from shardwise.data.ahead import Ahead
-from shardwise.data.loader import IGNORE, StepBatch
+from shardwise.data.loader import StepBatch
 from shardwise.errors import RunFailed
+from shardwise.models.attention import fast_attention
 from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.memory import MemoryWatch
@@ -26,7 +27,6 @@ from shardwise.observe.tables import Tables
 from shardwise.optim.schedules import set_rates
 from shardwise.train.control import Control
 from shardwise.train.meter import not_finite, told_by_source
-from shardwise.train.objective import fast_attention
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
 
@@ -69,6 +69,8 @@ def fit(parts: Parts) -> Outcome:
             seed_step(run.train.seed, step, world.rank)
             with parts.timer.region("data"):
                 batch = batches.step(position.sequences)
+            if not parts.loader.layout.counted:
+                batch = agree_on_units(batch, world.control)
             rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
@@ -122,7 +124,7 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
     same, whatever micro-batch or rank it fell into. FSDP averages over ranks, hence the factor of their number.
     """
     scale = parts.sharded.data_parallel_size / max(1, batch.supervised)
-    summed = torch.zeros(1, device=parts.world.device)
+    summed = torch.zeros(1, device=parts.world.device)  # broadcast to all that the objective tells
     for index, micro in enumerate(batch.micro_batches):
         parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
         with fast_attention(parts.world.device):
@@ -136,10 +138,17 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss per learned token, and what the record tells of each source."""
+    """Mean loss per unit, and what else the record tells: the objective's figures, and each source."""
 
     loss: float
-    by_source: dict[str, Any]
+    told: dict[str, Any]
+
+
+def agree_on_units(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:
+    """The batch with the counts over all ranks, where each rank knows its own micro-batches' alone."""
+    counts = torch.stack([micro.units for micro in batch.micro_batches]).sum(0)
+    dist.all_reduce(counts, group=group)
+    return replace(batch, supervised=int(counts.sum()), by_source=tuple(int(n) for n in counts))
 
 
 def evaluate(parts: Parts) -> Evaluation:
@@ -148,7 +157,9 @@ def evaluate(parts: Parts) -> Evaluation:
     assert loader is not None
     sequences, micro = loader.epoch_sequences(), int(parts.job.run.train.micro_batch_size)
     count = len(loader.sources)
-    sums = torch.zeros(2, 1 + count, dtype=torch.float64)  # losses and learned tokens: in all, then by source
+    # Sums and their units: of the loss, of each figure, of the loss by source.
+    names = parts.objective.figures
+    sums = torch.zeros(2, 1 + len(names) + count, dtype=torch.float64)
     with parts.sharded.evaluation():
         for first in range(0, sequences, micro * world.size):
             mine = range(first + world.rank * micro, min(first + (world.rank + 1) * micro, sequences))
@@ -156,16 +167,16 @@ def evaluate(parts: Parts) -> Evaluation:
             batch = loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(world.device)
             if len(mine):
                 loss = parts.objective(parts.sharded.model, batch)
-                source = torch.zeros_like(batch.labels) if batch.sources is None else batch.sources
-                learned = torch.bincount(source[batch.labels != IGNORE], minlength=count)
-                sums[0] += torch.cat([loss.total.detach()[None], loss.by_source]).cpu()
-                sums[1] += torch.cat([learned.sum()[None], learned]).cpu()
+                figures = [loss.figures[name].detach().float() for name in parts.objective.figures]
+                sums[0] += torch.stack([loss.total.detach(), *figures, *loss.by_source]).cpu()
+                sums[1] += torch.stack([*[loss.units.sum()] * (1 + len(figures)), *loss.units]).cpu()
             else:
                 parts.objective(parts.sharded.model, batch)
     dist.all_reduce(sums, group=world.control)
-    (total, *losses), (learned_tokens, *counts) = sums.tolist()
-    told = told_by_source(loader.names, losses, [int(n) for n in counts])
-    return Evaluation(total / max(learned_tokens, 1), told)
+    (total, *others), (units, *counts) = sums.tolist()
+    told = {name: value / max(units, 1) for name, value in zip(names, others, strict=False)}
+    told |= told_by_source(loader.names, others[len(names) :], [int(n) for n in counts[len(names) :]])
+    return Evaluation(total / max(units, 1), told)
 
 
 def save(parts: Parts) -> None:
@@ -256,6 +267,6 @@ class Report:
         if self._active:
             loss, perplexity = held_out.loss, math.exp(min(held_out.loss, 50))
             record = {"kind": "eval", "step": step, "loss": loss, "perplexity": perplexity, "time": time.time()}
-            record |= held_out.by_source
+            record |= held_out.told
             self._file.append(record)
             self._progress.evaluated(record)

@@ -18,6 +18,8 @@ from shardwise.data.loader import Loader
 from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights
+from shardwise.objectives.base import Objective
+from shardwise.objectives.make import make_objective
 from shardwise.observe.breakdown import OFF, Timer, timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
@@ -27,7 +29,6 @@ from shardwise.parallel.mesh import World
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
 from shardwise.train.meter import Meter
-from shardwise.train.objective import CausalObjective, Objective
 from shardwise.train.selfcheck import check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
@@ -151,10 +152,11 @@ def build_parts(
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     loader = job.loader()
-    meter = _meter(job, world, model, position, loader.names)
+    objective = make_objective(job, world, sharded, apart)
+    meter = _meter(job, world, model, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
-        job, world, sharded, CausalObjective(model, apart), optimizer, scaler, update, loader, job.eval_loader(), store,
+        job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
         position, meter, status, timer,
     )  # fmt: skip
 
@@ -174,7 +176,9 @@ def _check(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: 
     return False
 
 
-def _meter(job: Job, world: World, model: Any, position: Position, sources: list[str]) -> Meter:
+def _meter(
+    job: Job, world: World, model: Any, position: Position, sources: list[str], figures: tuple[str, ...]
+) -> Meter:
     config = model.config.get_text_config()
     tied = (
         model.get_output_embeddings() is not None
@@ -188,4 +192,4 @@ def _meter(job: Job, world: World, model: Any, position: Position, sources: list
     peak = peak_flops(name, job.run.precision) if name else None
     assert job.run.train.steps is not None
     total_peak = peak * world.size if peak else None
-    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak, sources)
+    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak, sources, figures)
