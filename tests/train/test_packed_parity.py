@@ -54,7 +54,7 @@ def computed(model: Any, loader: Loader, micro: int) -> tuple[Loss, dict[str, to
         total, by_source = total + loss.total.detach() / count, by_source + loss.by_source
     learned = torch.tensor([b.by_source for b in batches]).sum(0)
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return Loss(total, by_source / learned), grads
+    return Loss(total, by_source / learned, learned), grads
 
 
 @pytest.mark.parametrize("name", MODELS)
