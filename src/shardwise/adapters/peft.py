@@ -157,8 +157,9 @@ def peft_config(model: nn.Module, plan: Plan, base: str, task: Task, revision: s
         "modules_to_save": sorted(shortest(plan.whole, everything, dotted=False)) or None,
     }
     if plan.kind == "ia3":
-        inner = [n for n, yes in plan.feedforward.items() if yes]
-        return config | {"feedforward_modules": sorted(shortest(inner, plan.targets, dotted=False))}
+        inner = shortest([n for n, yes in plan.feedforward.items() if yes], everything, dotted=False)
+        outer = shortest([n for n, yes in plan.feedforward.items() if not yes], everything)
+        return config | {"target_modules": sorted({*inner, *outer}), "feedforward_modules": sorted(inner)}
     rank = max(set(plan.ranks.values()), key=list(plan.ranks.values()).count)
     alpha = max(set(plan.alphas.values()), key=list(plan.alphas.values()).count)
     return config | {
