@@ -231,6 +231,33 @@ def demo(
     play(output, seconds, ranks)
 
 
+@app.command(epilog=_examples(
+    "shardwise recipes",
+    "shardwise recipes qlora   # those whose name or purpose has the word",
+    "shardwise recipes llama-3.1-8b-lora-24gb run.yaml   # copy one",
+))  # fmt: skip
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="A recipe, or a word to look for.")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="File or folder to copy it to.")] = None,
+) -> None:
+    """List ready-made runs, show one, or copy it to start from."""
+    from shardwise.recipes import copy_recipe, recipe
+    from shardwise.recipes import recipes as all_recipes
+
+    known = all_recipes()
+    if name is not None and target is not None:
+        written = copy_recipe(name, target)
+        print(f"{written}: point data at your own files, then run `shardwise train {written}`")
+        return
+    found = {n: about for n, about in known.items() if name is None or name.lower() in f"{n} {about}".lower()}
+    if name is not None and (name in known or not found):
+        print(recipe(name), end="")
+        return
+    width = max(map(len, found))
+    for each, about in found.items():
+        print(f"{each:{width}}  {about}")
+
+
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
