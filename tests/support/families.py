@@ -33,7 +33,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "starcoder2": GROUPED | NO_IDS,
     "olmo": COMMON | NO_IDS,
     "olmo2": COMMON | NO_IDS,
-    "cohere": GROUPED | NO_IDS,
+    "cohere": GROUPED | dict(logit_scale=1.0, **NO_IDS),
     "granite": GROUPED,
     "smollm3": GROUPED | NO_IDS,
     "glm": GROUPED | dict(head_dim=8, **NO_IDS),
