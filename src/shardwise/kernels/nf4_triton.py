@@ -84,10 +84,10 @@ def _quantize(
 
 
 @triton.jit
-def _dequantize_steps(out, packed, columns, row_bytes, code_bytes, out_row, WIDTH: tl.constexpr):
+def _dequantize_steps(out, packed, columns, row_words, code_bytes, out_row, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    source = packed + row * row_bytes
+    source = packed + row * row_words * 4  # a multiple of 4 that the compiler sees: codes are loaded by words
     scale = tl.load((source + code_bytes).to(tl.pointer_type(tl.float32)))
     code = tl.load(source + column, mask=column < columns, other=0).to(tl.float32)
     tl.store(out + row * out_row + column, (code * scale).to(out.dtype.element_ty), mask=column < columns)
@@ -114,8 +114,9 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) ->
     with torch.cuda.device(out.device):
         if form.bits == "int8":
             _dequantize_steps[(len(out), triton.cdiv(form.columns, WIDE))](
-                out, packed, form.columns, form.row_bytes, form.code_bytes, out.stride(0), WIDTH=WIDE, num_warps=WARPS
-            )
+                out, packed, form.columns, form.row_bytes // 4, form.code_bytes, out.stride(0), WIDTH=WIDE,
+                num_warps=WARPS,
+            )  # fmt: skip
             return
         total = len(out) * form.blocks
         _dequantize[_grid(total)](
