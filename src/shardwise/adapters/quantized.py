@@ -6,18 +6,13 @@ rows like any other, never casts it, and whoever fills the model packs the rows 
 not uint8: some models compare a linear layer's type with the input's and know int8 as a packed one (T5).
 
 Rows are those of the stored matrix: outputs of a Linear, inputs of transformers' Conv1D. Quantised are linear layers
-alone: embeddings, norms, the head, layers that share their weight and stacks of experts stay floats.
-
-[Note: no copies] What backward needs is the packed weight, which FSDP frees and gathers again in between, so nothing of
-a layer's full size outlives the multiplication. Forward and backward are two operators that nothing looks into: traced
-as plain code, the compiler would see the same weight made twice and keep it from one to the other.
+and stacks of experts alone: embeddings, norms, routers, the head and layers that share their weight stay floats.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -25,23 +20,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.kernels.nf4 import Bits, RowFormat, dequantize, quantize
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How one parameter is kept: the shape that files have, and the bytes of each row."""
-
-    shape: torch.Size
-    form: RowFormat
-
-    def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of floats → rows of the parameter."""
-        return quantize(rows.reshape(-1, self.form.columns), self.form).view(*rows.shape[:-1], -1)
-
-    def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the parameter → rows of floats."""
-        return dequantize(rows.reshape(-1, self.form.row_bytes), self.form, dtype).view(*rows.shape[:-1], -1)
+from shardwise.adapters.packed_linear import packed_linear
+from shardwise.adapters.packing import Packing, packed_parameter
+from shardwise.adapters.quantized_experts import is_experts, quantize_experts
+from shardwise.kernels.nf4 import Bits, RowFormat
 
 
 class Quantized(nn.Module):
@@ -66,7 +48,7 @@ class Quantized(nn.Module):
 def quantize_linears(
     model: nn.Module, targets: Callable[[str, nn.Module], bool], bits: Bits = "nf4", double: bool = True
 ) -> list[str]:
-    """Turns the chosen linear layers of a model into quantised ones, in place; returns their names.
+    """Turns the chosen linear layers and stacks of experts into quantised ones, in place; returns the layers' names.
 
     On `meta` nothing is computed; real weights are quantised as they are.
     """
@@ -74,18 +56,20 @@ def quantize_linears(
     find_head = getattr(model, "get_output_embeddings", lambda: None)
     head, kinds, chosen = find_head(), _linear_classes(), []
     for name, module in model.named_modules():
-        if type(module) not in kinds or module is head or not targets(name, module):
+        linear, experts = type(module) in kinds, is_experts(module)
+        if not (linear or experts) or module is head or not targets(name, module):
             continue
-        if owners[id(module.weight)] == 1:
-            _quantize_module(module, kinds[type(module)], bits, double)
+        if experts:
+            quantize_experts(module, bits, double)
+        elif owners[id(module.weight)] == 1:
+            _quantize_linear(module, kinds[type(module)], bits, double)
             chosen.append(name)
     return chosen
 
 
-def dequantized(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantized(module: nn.Module, dtype: torch.dtype = torch.float32, name: str = "weight") -> torch.Tensor:
     """The weight that a quantised layer multiplies with, in its stored orientation; of a shard, the shard's."""
-    quantised = cast(Quantized, module)
-    weight, packing = quantised.weight.detach(), quantised.packings["weight"]
+    weight, packing = module.get_parameter(name).detach(), cast(Quantized, module).packings[name]
     if not isinstance(weight, DTensor):
         return packing.unpack(weight, dtype)
     local = packing.unpack(weight.to_local(), dtype)
@@ -101,14 +85,9 @@ def _linear_classes() -> dict[type[nn.Module], bool]:
     return {nn.Linear: False, Conv1D: True}
 
 
-def _quantize_module(module: Any, transposed: bool, bits: Bits, double: bool) -> None:
-    weight = module.weight.detach()
-    packing = Packing(weight.shape, RowFormat(weight.shape[1], bits, double))
-    if weight.is_meta:
-        packed = torch.empty(weight.shape[0], packing.form.row_bytes, dtype=torch.int8, device="meta")
-    else:
-        packed = packing.pack(weight)
-    module.weight = nn.Parameter(packed, requires_grad=False)
+def _quantize_linear(module: Any, transposed: bool, bits: Bits, double: bool) -> None:
+    packing = Packing(module.weight.shape, RowFormat(module.weight.shape[1], bits, double))
+    module.weight = packed_parameter(module.weight, packing)
     module.packings = {"weight": packing}
     module.__class__ = _quantized_class(cast(Any, type(module)), transposed)
 
@@ -116,46 +95,3 @@ def _quantize_module(module: Any, transposed: bool, bits: Bits, double: bool) ->
 @lru_cache
 def _quantized_class(plain: type[nn.Module], transposed: bool) -> type[nn.Module]:
     return type(f"Quantized{plain.__name__}", (Quantized, plain), {"transposed": transposed})
-
-
-@torch.library.custom_op("shardwise::packed_linear", mutates_args=())
-def packed_linear(
-    x: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool
-) -> torch.Tensor:
-    """x times the weight, which has outputs for rows unless it is transposed."""
-    weight = dequantize(packed, RowFormat(columns, cast(Bits, bits), double), x.dtype)
-    return nn.functional.linear(x, weight.t() if transposed else weight)
-
-
-@torch.library.custom_op("shardwise::packed_linear_backward", mutates_args=())
-def packed_linear_backward(
-    gradient: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool
-) -> torch.Tensor:
-    """The gradient of packed_linear's input."""
-    weight = dequantize(packed, RowFormat(columns, cast(Bits, bits), double), gradient.dtype)
-    return nn.functional.linear(gradient, weight if transposed else weight.t())
-
-
-@packed_linear.register_fake
-def _(x: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], columns if transposed else packed.shape[0])
-
-
-@packed_linear_backward.register_fake
-def _(
-    gradient: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool
-) -> torch.Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], packed.shape[0] if transposed else columns)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, packed, *ctx.form = inputs
-    ctx.save_for_backward(packed)
-
-
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (packed,) = ctx.saved_tensors
-    return packed_linear_backward(gradient, packed, *ctx.form), None, None, None, None, None
-
-
-packed_linear.register_autograd(_backward, setup_context=_save)

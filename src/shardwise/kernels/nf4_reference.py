@@ -6,7 +6,7 @@ one 8-byte number: 0.5 ns a weight on a core, half of what two look-ups take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -88,7 +88,7 @@ def write_scales(packed: torch.Tensor, scales: torch.Tensor, form: RowFormat) ->
     if not form.double:
         tail.view(torch.float32)[:] = scales
         return
-    octaves = scales.clamp(min=SMALLEST).log2()
+    octaves = _in_double(torch.log2, scales.clamp(min=SMALLEST))
     # A block of zeros has codes of 0, so any scale serves; it must not widen the row's spread.
     low = torch.where(scales == 0, torch.inf, octaves).amin(1, keepdim=True)
     low = torch.where(low == torch.inf, 0.0, low)
@@ -107,7 +107,12 @@ def read_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
     if not form.double:
         return tail.view(torch.float32)
     low, step = tail[:, :4].view(torch.float16).float().split(1, 1)
-    return torch.exp2(tail[:, 4 : 4 + form.blocks].view(torch.uint8) * step + low)
+    return _in_double(torch.exp2, tail[:, 4 : 4 + form.blocks].view(torch.uint8) * step + low)
+
+
+def _in_double(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """On a CPU the last bit of such a function depends on where in the tensor an element lies: it would on sharding."""
+    return function(x.double()).float() if x.device.type == "cpu" else function(x)
 
 
 def _quantize_steps(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
