@@ -215,15 +215,19 @@ def test_hybrid_and_hpz_on_four_ranks(
         {"zero": 0}, {"zero": 3}, {"zero": 3, "shard": 2}, {"zero": 2, "shard": 2}, {"zero": 3, "secondary_shard": 2},
         {"zero": 3, "secondary_shard": 2, "quantize_weights": True},
     ]  # fmt: skip
+    divided = [1, 4, 2, 2, 4, 4]
     runs = [run | {"precision": precision} for run in runs_of(tmp_path, folders["llama"], layouts)]
     one = run_ranks(scenarios.train, 1, runs[:1], "nf4", True, env=cpu_precision_env)[0][0]
-    four = run_ranks(scenarios.train, 4, runs, "nf4", True, env=cpu_precision_env)
-    bound = 1e-5 if precision == "fp32" else 2e-2
+    four = run_ranks(scenarios.train, 4, runs, "nf4", True, env=cpu_precision_env, timeout=900)
+    whole = packed_bytes(LLAMA, "nf4", True)
     for result in four:
-        for layout, outcome in zip(layouts, result, strict=True):
+        for layout, parts, outcome in zip(layouts, divided, result, strict=True):
             loss, gradient = compare(outcome, one)
             print(f"\n{precision} {layout}: loss {loss:.1e}, gradients {gradient:.1e}")
+            # qwZ rounds what is left in floats (embedding, norms, head); packed bytes go as they are.
+            bound = 1e-5 if precision == "fp32" and "quantize_weights" not in layout else 2e-2
             assert loss <= bound and gradient <= bound, (layout, loss, gradient)
+            assert outcome["bytes"] == whole / parts
 
 
 @pytest.mark.slow
