@@ -163,7 +163,7 @@ def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
     done.set()
     thread.join()
     peak[0] = max(peak[0], private_bytes())
-    held = sum(p.to_local().numel() * 4 for p in sharded.model.parameters())
+    held = sum(p.to_local().nbytes for p in sharded.model.parameters())
     return {"before": before, "peak": peak[0], "after": private_bytes(), "held": held}
 
 

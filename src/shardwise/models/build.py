@@ -17,7 +17,7 @@ from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
 from shardwise.models.tasks import auto_class
-from shardwise.models.weights import fill_local
+from shardwise.models.weights import fill_local, packing_of
 
 
 def build_on_meta(source: ModelSource) -> Any:
@@ -97,7 +97,8 @@ def fill_random(model: nn.Module, source: ModelSource, seed: int, masters: Mappi
                 owner._init_weights(unit)
         for key, target in wanted.items():
             whole_name = f"{name}.{key}" if name else key
-            fill_local(target, unit.get_parameter(key).detach(), (masters or {}).get(whole_name))
+            values, packing = unit.get_parameter(key).detach(), packing_of(model, whole_name)
+            fill_local(target, values, (masters or {}).get(whole_name), packing)
 
 
 def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:

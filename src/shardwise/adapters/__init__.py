@@ -1,0 +1,1 @@
+"""What is trained beside a frozen model, and the few bits that stand in for its weights."""
