@@ -141,6 +141,7 @@ def data(
 @app.command(epilog=_examples(
     "shardwise export out/run my-model",
     "shardwise export out/run/checkpoints/step-00000200 my-model --dtype bf16 --shard-size 2GiB",
+    "shardwise export out/lora my-model --merged",
 ))  # fmt: skip
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A run's output folder (newest checkpoint) or a checkpoint.")],
@@ -151,8 +152,12 @@ def export(
     changed_tokenizer: Annotated[
         bool, typer.Option("--changed-tokenizer", help="Go on if the tokenizer changed.")
     ] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Of an adapter run: base and adapter as one model.")] = False,
 ) -> None:
-    """Write a checkpoint as a standard Hugging Face folder, streamed in bounded memory."""
+    """Write a checkpoint as a standard Hugging Face folder, streamed in bounded memory.
+
+    Of an adapter run it is the adapter, as PEFT writes it.
+    """
     from shardwise.checkpoint.hf import DTYPES, export_checkpoint, find_checkpoint
     from shardwise.config.units import parse_size
 
@@ -166,7 +171,7 @@ def export(
         raise UserError("--shard-size", shard_size, str(error), "write e.g. 4GiB") from None
     found = find_checkpoint(checkpoint)
     _say(f"exporting {found}")
-    export_checkpoint(found, target, dtype, size, overwrite, _say, changed_tokenizer=changed_tokenizer)
+    export_checkpoint(found, target, dtype, size, overwrite, _say, changed_tokenizer=changed_tokenizer, merged=merged)
     print(f"the model lies in {target}")
 
 

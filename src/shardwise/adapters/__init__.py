@@ -1,1 +1,1 @@
-"""What is trained beside a frozen model, and the few bits that stand in for its weights."""
+"""Methods that train a small part of a model, in PEFT's format, and the few bits that stand in for the rest of it."""

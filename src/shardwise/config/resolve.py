@@ -64,6 +64,7 @@ def resolve_machine(run: Run) -> Resolution:
     _check_offload(result.run)
     _check_in_backward(result.run)
     _check_optimizer(result.run)
+    _check_method(result.run)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -230,6 +231,15 @@ def _check_optimizer(run: Run) -> None:
         raise UserError("train.betas", list(train.betas), problem, "leave it out, or use another optimizer")
 
 
+def _check_method(run: Run) -> None:
+    kind = run.method.type
+    if kind != "full" and run.model.name is None:
+        problem = "an adapter of a model that starts from scratch would be of no use without it"
+        raise UserError("method", kind, problem, "use method: full, or give a model.name")
+    if kind == "full" and run.export.merged:
+        raise UserError("export.merged", True, "there is no adapter to merge", "leave it out, or set method: lora")
+
+
 def check_plusplus(parallel: Parallel, ranks: int) -> None:
     """ZeRO++ where there is nothing to gather, to reduce in shards, or to keep a second copy of."""
     zero, secondary = parallel.zero, parallel.secondary_shard
@@ -308,12 +318,14 @@ def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:
         )
 
 
-def check_room(run: Run, parameters: int) -> None:
+def check_room(run: Run, trained: int, frozen: int = 0) -> None:
     """One checkpoint (fp32 master and two moments) and the exported model must fit on the disk of the output."""
     existing = Path(run.output).expanduser().absolute()
     while not existing.exists():
         existing = existing.parent
-    needed, free = 16 * parameters, shutil.disk_usage(existing).free
+    whole = run.method.type == "full" or run.export.merged  # frozen parameters are exported too
+    needed = 16 * trained + (4 * frozen if whole else 0)
+    free = shutil.disk_usage(existing).free
     if free < needed:
         problem = f"has {free / 2**30:.2f} GiB free; a checkpoint and the model take {needed / 2**30:.2f} GiB"
         raise UserError("output", run.output, problem, "free some space or choose a folder on another disk")

@@ -435,6 +435,7 @@ class Export(Section):
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(default="auto", description="auto = as the original weights")
     shard_size: Size = Field(default=4 << 30, ge=1, description="largest safetensors file, e.g. 4GiB")
+    merged: bool = Field(default=False, description="after training an adapter, also write base and adapter as one")
 
 
 class Log(Section):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
@@ -65,8 +66,22 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Gives meta parameters real, uninitialised memory; leaves real tensors as they are."""
+    tied = _tied(module)
     # nn.Module.to_empty would wipe the buffers too; _apply is what it, .to() and FSDP's override share.
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for (first, key), *others in tied:
+        for owner, name in others:
+            owner._parameters[name] = first._parameters[key]
+
+
+def _tied(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each plain parameter that several modules share lies; FSDP looks after those that it manages."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                owners.setdefault(parameter, []).append((owner, name))
+    return [places for places in owners.values() if len(places) > 1]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardwise.adapters.layers import is_added
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
 
@@ -63,7 +64,7 @@ def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | N
     """Maps parameters and persistent buffers to their names in the files; None where they must be converted first."""
     prefix = getattr(model, "base_model_prefix", "")
     persistent = set(model.state_dict().keys())
-    wanted = [n for n, _ in model.named_parameters()]
+    wanted = [n for n, _ in model.named_parameters() if not is_added(n)]
     optional = [n for n, _ in model.named_buffers() if n in persistent]
     result = {}
     for name in wanted + optional:

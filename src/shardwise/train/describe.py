@@ -13,11 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.adapters.apply import apply_method
+from shardwise.adapters.describe import method_lines
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
 from shardwise.zero.plusplus import describe_collectives
 from shardwise.zero.policy import held_by_place
+from shardwise.zero.stages import unmanaged
 from shardwise.zero.units import choose_units, describe_units
 
 if TYPE_CHECKING:
@@ -72,7 +75,8 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     table = Table(title="plan of the run", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("model", f"{job.source.label}, {job.parameters / 1e6:,.1f}M parameters, all trained")
+    for title, words in method_lines(job):
+        table.add_row(title, words)
     for words in _data_lines(job):
         table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
     packed = " (packed)" if run.data.packing else ""
@@ -93,9 +97,11 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     )
     if run.parallel.bucket is not None:
         model = build_on_meta(job.source)
-        units = choose_units(model, find_blocks(model), run.parallel.bucket, shard)
+        apply_method(model, run)
+        plain = unmanaged(model, run.parallel.zero, run.precision)
+        units = choose_units(model, find_blocks(model), run.parallel.bucket, shard, plain)
         table.add_row("buckets", describe_units(units, run.parallel.bucket))
-    for place, kinds in held_by_place(run, job.parameters, shard).items():
+    for place, kinds in held_by_place(run, job.adapted.trainable, shard, job.adapted.frozen_bytes).items():
         where, more = _place(place, run.offload.optimizer)
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
         table.add_row(where, parts + more)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import (
@@ -31,6 +31,9 @@ from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import Prepared, Tell, prepare_data
 from shardwise.models.source import ModelSource, converted_folder, find_model
 
+if TYPE_CHECKING:
+    from shardwise.adapters.apply import Adapted
+
 
 @dataclass(frozen=True)
 class Job:
@@ -41,8 +44,13 @@ class Job:
     source: ModelSource
     tokenizer: Any
     data: Prepared
-    parameters: int
+    adapted: Adapted
     output: Path
+
+    @property
+    def parameters(self) -> int:
+        """Of the base, trained or not."""
+        return self.adapted.parameters
 
     @property
     def ranks(self) -> int:
@@ -85,6 +93,7 @@ class Job:
 
 def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Job:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
+    from shardwise.adapters.apply import apply_method
     from shardwise.models.build import build_on_meta
     from shardwise.models.weights import check_shapes, match_names, tensor_files
     from shardwise.zero.disk import check_disk
@@ -102,18 +111,18 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
         source = replace(source, weights=converted_folder(source))
     if source.weights is not None:
         check_shapes(model, source.weights)
-    parameters = sum(p.numel() for p in model.parameters())
-    check_room(result.run, parameters)
+    adapted = apply_method(model, result.run)
+    check_room(result.run, adapted.trainable, adapted.frozen)
     tokenizer = source.load_tokenizer()
     vocabulary = model.get_input_embeddings().num_embeddings
     purpose = purpose_of(result.run)
     early = result.run.train.steps is not None  # a run that counts in epochs must know how long one is
     data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, purpose)
-    job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
+    job = Job(result.run, result.reasons, source, tokenizer, data, adapted, Path(result.run.output).expanduser())
     if not early:
         resolve_steps(result, job.loader().epoch_sequences())
     job = replace(job, run=result.run, reasons=result.reasons)
-    if size := disk_bytes(job.run, parameters):
+    if size := disk_bytes(job.run, adapted.trainable, adapted.frozen_bytes):
         check_disk(job.offload_folder, size)
     _check_resume(job)
     return job
@@ -121,12 +130,14 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
 
 def _check_resume(job: Job) -> None:
     """A checkpoint that cannot be gone on from is told before any process starts; its files are hashed by the ranks."""
+    from shardwise.adapters.describe import check_same_method
     from shardwise.checkpoint.store import check_same_data, choose_checkpoint
 
     folder = choose_checkpoint(job.run.resume, job.output / "checkpoints")
     with contextlib.suppress(OSError, ValueError):  # damaged: the ranks will find and name it
         if folder is not None:
             check_same_data(folder, job.data.fingerprint)
+            check_same_method(folder, job.run)
 
 
 def write_job(job: Job, file: Path) -> None:

@@ -200,6 +200,9 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     export_checkpoint(
         checkpoint, target, job.run.export.dtype, job.run.export.shard_size, overwrite=True, verified=True
     )
+    if job.run.export.merged:
+        whole = (job.run.export.dtype, job.run.export.shard_size)
+        export_checkpoint(checkpoint, job.output / "merged", *whole, overwrite=True, verified=True, merged=True)
     records = read_metrics(job.output / "metrics.jsonl")
     write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
     # From the records, not the outcome: a run that was finished before has no losses of its own.

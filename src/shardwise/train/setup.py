@@ -1,6 +1,6 @@
 """From job to the loop's parts, in one visible order.
 
-build → recompute → activations → compile → shard → optimizer → fill → check → resume
+build → adapters → recompute → activations → compile → shard → optimizer → fill → check → resume
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
+from shardwise.adapters.apply import apply_method
+from shardwise.adapters.fill import fill_adapters
 from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
+from shardwise.config.methods import Full
 from shardwise.data.loader import Loader
 from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
@@ -69,6 +72,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
+    adapted = apply_method(model, run)
     if splits_masters(run.offload, run.precision):
         store_in_bf16(model)
     blocks = find_blocks(model)
@@ -89,6 +93,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
             return_freed_memory()
     model.train()
     sharded = ShardedModel(model, run.parallel.zero, world.mesh)
+    sharded.kept = adapted.kept
     install_collectives(sharded, run.parallel, world, run.timeout)
     return sharded
 
@@ -99,6 +104,8 @@ def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> 
         load_weights(sharded.model, job.source.weights, through)
     else:
         fill_random(sharded.model, job.source, job.run.train.seed, through)
+    if not isinstance(job.run.method, Full):
+        fill_adapters(sharded, job.run.train.seed, job.run.method.adapter, through)
 
 
 def build_optimizer(
@@ -125,7 +132,7 @@ def build_parts(
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
     sharded = build_model(job, world, timer)
     optimizer = build_optimizer(job, world, sharded, disk, say)
-    fill_model(job, sharded, masters(optimizer) if isinstance(optimizer, OffloadedOptimizer) else {})
+    fill_model(job, sharded, masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -186,7 +193,12 @@ def _meter(
     )
     lookup = 0 if tied else model.get_input_embeddings().weight.numel()
     work = flops_per_token(
-        job.parameters, lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length
+        job.parameters,
+        lookup,
+        config.num_hidden_layers,
+        config.hidden_size,
+        job.run.data.sequence_length,
+        job.adapted.frozen,
     )
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = peak_flops(name, job.run.precision) if name else None

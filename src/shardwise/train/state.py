@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.adapters.export import write_adapter_config
 from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
 from shardwise.data.fingerprint import write_fingerprint
 from shardwise.models.build import class_name
@@ -45,11 +46,15 @@ class Position:
 
 def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Every tensor that must survive, by name: model.<parameter>, optimizer.<parameter>.<state>."""
-    result: dict[str, Any] = {f"model.{n}": p for n, p in sharded.model.named_parameters()}
-    persistent = set(sharded.model.state_dict().keys())
-    result |= {f"model.{n}": b for n, b in sharded.model.named_buffers() if n in persistent}
+    model, kept = sharded.model, sharded.kept
+    if kept is None:
+        result: dict[str, Any] = {f"model.{n}": p for n, p in model.named_parameters()}
+    else:
+        result = {f"model.{n}": p for n, p in model.named_parameters(remove_duplicate=False) if n in kept}
+    persistent = set(model.state_dict().keys()) & (kept or set(model.state_dict().keys()))
+    result |= {f"model.{n}": b for n, b in model.named_buffers() if n in persistent}
     if isinstance(optimizer, OffloadedOptimizer):
-        return result | entries(optimizer)
+        return result | entries(optimizer, model if kept is None else None)
     for name, parameter in sharded.parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             result[f"optimizer.{name}.{key}"] = value
@@ -76,6 +81,7 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
         generation.save_pretrained(folder)
     job.tokenizer.save_pretrained(folder)
     write_fingerprint(folder, job.tokenizer)
+    write_adapter_config(folder, model, job)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
