@@ -7,7 +7,7 @@ units of sharding and of recomputation.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,15 +70,23 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_random(model: nn.Module, source: ModelSource, seed: int, masters: Mapping[str, Rows] | None = None) -> None:
+def fill_random(
+    model: nn.Module,
+    source: ModelSource,
+    seed: int,
+    masters: Mapping[str, Rows] | None = None,
+    only: Container[str] | None = None,
+) -> None:
     """Fills a fresh, sharded model as its authors initialise it, holding one unit at a time besides the shards.
+
+    `only`: just these parameters.
 
     A second, unsharded model on `meta` serves as the mould. The random stream of a unit depends on the seed and the
     unit's name alone, so the result is the same on any number of ranks.
     """
-    targets = dict(model.named_parameters())
+    targets = {name: p for name, p in model.named_parameters() if only is None or name in only}
     mould = build_on_meta(source)
-    units = list(_units(mould, {n for n, _ in find_blocks(mould)}))
+    units = [u for u in _units(mould, {n for n, _ in find_blocks(mould)}) if only is None or _holds(u, targets)]
     # One buffer for all units in turn: memory given back piece by piece stays with the allocator, block after block.
     scratch = torch.empty(max(sum(p.numel() for p in unit.parameters(recurse=whole)) for _, unit, whole in units))
     for name, unit, whole in units:
@@ -98,6 +106,11 @@ def fill_random(model: nn.Module, source: ModelSource, seed: int, masters: Mappi
         for key, target in wanted.items():
             whole_name = f"{name}.{key}" if name else key
             fill_local(target, unit.get_parameter(key).detach(), (masters or {}).get(whole_name))
+
+
+def _holds(unit: tuple[str, nn.Module, bool], names: Container[str]) -> bool:
+    prefix, module, whole = unit
+    return any((f"{prefix}.{n}" if prefix else n) in names for n, _ in module.named_parameters(recurse=whole))
 
 
 def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:

@@ -13,6 +13,7 @@ from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
 from shardwise.models.source import find_model
+from shardwise.models.tasks import check_talks
 
 
 def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any, Any]:
@@ -20,7 +21,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
 
     A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,11 +33,13 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
     if not (path / "config.json").is_file() and path.is_dir() and _has_checkpoint(path):
         checkpoint = find_checkpoint(path)
         check_whole(checkpoint)
+        check_talks(AutoConfig.from_pretrained(checkpoint / MODEL), name)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
         return _from_checkpoint(checkpoint).to(device).eval(), tokenizer
     source = find_model(Model(name=str(path) if path.exists() else name))
+    check_talks(source.config, name)
     assert source.weights is not None
     tokenizer = source.load_tokenizer()
     if not changed_tokenizer:
