@@ -104,7 +104,7 @@ def rows_for(objective: str, count: int = 64) -> list[dict[str, Any]]:
     return [{"text": text, "label": "long" if len(text) > 60 else "short"} for text in texts]
 
 
-def encoder_run(tmp: Path, model: str, objective: str, **changes: Any) -> dict[str, Any]:
+def encoder_run(tmp: Path, model: str, objective: str, /, **changes: Any) -> dict[str, Any]:
     """A run of a few steps from scratch; `changes` are dotted paths with __ for dots."""
     run: dict[str, Any] = {
         "model": {"config": CONFIGS[model], "tokenizer": encoder_tokenizer(tmp / f"tokenizer-{KINDS[model]}", model)},

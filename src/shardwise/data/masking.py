@@ -89,5 +89,5 @@ class Masker:
         if not len(places):
             return []
         first = np.ones(len(places), dtype=bool) if self.starts is None else self.starts[tokens[places]]
-        first = first | np.diff(places, prepend=-2) > 1
+        first = first | (np.diff(places, prepend=-2) > 1)
         return np.split(places, np.flatnonzero(first)[1:])
