@@ -18,6 +18,11 @@ from shardwise.config.schema import Offload, Parallel, Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import shard_size
 
+# Models whose first position is the one behind their padding id (RoBERTa's 514 are 512).
+COUNTED_FROM_PADDING = frozenset(
+    ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "ibert", "esm",
+     "longformer", "luke", "mpnet", "xmod")
+)  # fmt: skip
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
 
@@ -292,13 +297,19 @@ def resolve_objective(result: Resolution, task: Task) -> None:
     """What the model's class is for, where the run does not say; rows that cannot be packed are not."""
     if result.run.objective == "auto":
         result.put("objective", {"type": task}, "what the model's class is for")
-    if result.run.data.packing and (purpose := purpose_of(result.run)) in ("seq2seq", "masked", "classify"):
+    purpose, data = purpose_of(result.run), result.run.data
+    if data.packing and purpose in ("seq2seq", "masked", "classify"):
         result.put("data.packing", False, f"{purpose} rows are read one at a time")
+    if data.over_length == "split" and purpose in ("seq2seq", "classify"):
+        what = "a target belongs to its whole source" if purpose == "seq2seq" else "a class belongs to a whole text"
+        raise UserError("data.over_length", "split", f"{what}, so rows cannot be split", "use truncate or drop")
 
 
 def resolve_model(result: Resolution, config: Any) -> None:
     """Checks the sequence length against what the model was made for."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit and config.model_type in COUNTED_FROM_PADDING:
+        limit -= config.pad_token_id + 1
     length = result.run.data.sequence_length
     if limit and length > limit:
         raise UserError("data.sequence_length", length, f"the model has {limit} positions", f"use {limit} or less")

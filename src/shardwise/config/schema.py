@@ -75,7 +75,18 @@ class Source(Section):
     path: str = Field(description="file, folder, glob, saved dataset, or hub id (hf:owner/name)", min_length=1)
     name: str | None = Field(default=None, description="of its loss curve; default: from the path")
     format: Literal[
-        "auto", "chat", "sharegpt", "alpaca", "prompt", "text", "segments", "tokens", "preference", "kto", "pair"
+        "auto",
+        "chat",
+        "sharegpt",
+        "alpaca",
+        "prompt",
+        "text",
+        "segments",
+        "tokens",
+        "preference",
+        "kto",
+        "pair",
+        "label",
     ] = Field(default="auto", description="auto reads it from the rows and says why")
     fields: dict[str, str] = Field(
         default={}, description="our name: theirs, a.b for nested, e.g. {prompt: question, completion: answer.text}"

@@ -23,6 +23,7 @@ import numpy as np
 from shardwise.config.objectives import Purpose
 from shardwise.data.encode import Encoded, Encoder, Joined
 from shardwise.data.examples import BadRow, Document, Example
+from shardwise.data.purposes import ROW_PURPOSES, RowRenderer
 from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.errors import UserError
 
@@ -42,7 +43,9 @@ class _Plan:
 class Renderer:
     """Makes documents of examples with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, loss_on: str, field: str, purpose: Purpose = "causal") -> None:
+    def __init__(
+        self, tokenizer: Any, loss_on: str, field: str, purpose: Purpose = "causal", labels: Sequence[str] = ()
+    ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             problem = "has no fast version (tokenizer.json), which exact loss masks need"
             remedy = "convert it with transformers, or use the tokenizer of a sibling model"
@@ -53,11 +56,15 @@ class Renderer:
         self.last = [eos] if eos is not None else []
         self.template = ChatTemplate(tokenizer)
         self.encoder = Encoder(_inner(tokenizer))
+        self.rows = RowRenderer(tokenizer, field, purpose, labels) if purpose in ROW_PURPOSES else None
 
     def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         """A document for each example, or why there is none, in order."""
         for at in range(0, len(examples), BATCH):
             batch = examples[at : at + BATCH]
+            if self.rows is not None:
+                yield from self.rows.render(batch)
+                continue
             yield from self._documents(batch, self._plans(batch))
 
     def render_preference(self, example: Example) -> tuple[Document, Document]:

@@ -32,6 +32,7 @@ from shardwise.data.bill import add_lengths, no_lengths
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
 from shardwise.data.formats import SAMPLE, Detected, detect, understand
+from shardwise.data.purposes import fit_row
 from shardwise.data.refine import (
     DuplicateFinder,
     EvalNgrams,
@@ -64,6 +65,7 @@ class Spec:
     share: float  # held out
     vocabulary: int | None = None
     purpose: Purpose = "causal"
+    labels: tuple[str, ...] = ()  # classes, of purpose classify
 
     @property
     def trains(self) -> bool:
@@ -72,13 +74,14 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can carry it."""
-        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary", "purpose")}
+        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary", "purpose", "labels")}
         return plain | {"source": self.source.model_dump(mode="json"), "data": self.data.model_dump(mode="json")}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Spec:
         """What to_json wrote."""
-        parsed = {"source": Source.model_validate(values["source"]), "data": Data.model_validate(values["data"])}
+        parsed: dict[str, Any] = {"source": Source.model_validate(values["source"]), "labels": tuple(values["labels"])}
+        parsed["data"] = Data.model_validate(values["data"])
         return cls(**values | parsed)
 
 
@@ -161,8 +164,9 @@ class ChunkMaker:
     def __init__(self, reader: RowReader, tokenizer: Any, folder: Path) -> None:
         self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
         self.spec = reader.spec
-        self.renderer = Renderer(tokenizer, self.spec.data.loss_on, self.spec.field, self.spec.purpose)
-        self._template_checked = False
+        spec = self.spec
+        self.renderer = Renderer(tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels)
+        self._template_checked = self.renderer.rows is not None  # such rows are not rendered by one
 
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
         """Stores the chunk and its summary, if they are not there yet; raises UserError for what ends the run."""
@@ -193,7 +197,7 @@ class ChunkMaker:
             if not document.learned.any():
                 fates.add("no supervised token", document.where)
                 continue
-            pieces = fit(document, document.number in plain, self.spec, fates, refused)
+            pieces = fit(document, document.number in plain, self.spec, fates, refused, self.renderer)
             out += [piece for piece in pieces if piece.learned.any()]
         if refused:
             raise _too_long(refused, summary.rows, self.spec)
@@ -212,8 +216,12 @@ class ChunkMaker:
         add_lengths(summary.lengths, lengths)
 
 
-def fit(document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document]) -> list[Document]:
+def fit(
+    document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document], renderer: Renderer
+) -> list[Document]:
     """The document in pieces that fit into a sequence, as data.over_length says."""
+    if renderer.rows is not None:
+        return fit_row(document, spec, renderer.rows.special, fates, refused)
     limit, length = spec.data.sequence_length, len(document.tokens)
     if length <= limit:
         return [document]
@@ -271,7 +279,8 @@ def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
     problem = f"the row has {lengths[0]} tokens, more than data.sequence_length = {spec.data.sequence_length}"
     if len(lengths) > 1:
         problem += f" (so do {len(lengths) - 1} more of the {rows} rows about it, the longest with {max(lengths)})"
-    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to drop, truncate or split"
+    ways = "drop or truncate" if spec.purpose in ("seq2seq", "classify") else "drop, truncate or split"
+    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {ways}"
     return UserError(spec.field, first.where, problem, remedy)
 
 
@@ -354,7 +363,7 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
     if not raws:
         problem = "none of its first rows can be read" if any(task.rows for task in seen) else "holds no rows"
         raise UserError(spec.field, spec.source.path, problem, "check the file, or leave it out")
-    detected = detect(raws, spec.source, spec.field)
+    detected = detect(raws, spec.source, spec.field, spec.purpose)
     if rules := RowRules(spec.data.refine).filter:
         rules.check_columns(raw.value for raw in raws)
     return detected, chain(seen, tasks)

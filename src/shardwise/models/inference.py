@@ -26,7 +26,7 @@ from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource, find_model
-from shardwise.models.tasks import auto_class, task_of
+from shardwise.models.tasks import auto_class, check_talks, task_of
 
 ADAPTER = "adapter"  # what the adapter of a folder is called on its base
 
@@ -36,7 +36,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
 
     A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(name).expanduser()
@@ -45,6 +45,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
     if not _is_model(path) and path.is_dir() and _has_checkpoint(path):
         checkpoint = find_checkpoint(path)
         check_whole(checkpoint)
+        check_talks(AutoConfig.from_pretrained(checkpoint / MODEL), name)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
@@ -52,6 +53,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
     if is_adapter(path):
         return _with_adapter(path, device, changed_tokenizer)
     source = find_model(Model(name=str(path) if path.exists() else name))
+    check_talks(source.config, name)
     tokenizer = source.load_tokenizer()
     if not changed_tokenizer:
         check_fingerprint(Path(source.tokenizer), tokenizer)

@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardwise.adapters.layers import is_added
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
+from shardwise.models.heads import head_parameters
 
 PIECE = 64 << 20
 
@@ -61,21 +62,30 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
-    """Maps parameters and persistent buffers to their names in the files; None where they must be converted first."""
+    """Maps parameters and persistent buffers to their names in the files; None where they must be converted first.
+
+    A new head (models/heads.py) is in no file and so has no name here.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     persistent = set(model.state_dict().keys())
     wanted = [n for n, _ in model.named_parameters() if not is_added(n)]
     optional = [n for n, _ in model.named_buffers() if n in persistent]
-    result = {}
+    result, new = {}, head_parameters(model)
     for name in wanted + optional:
         bare = name.removeprefix(prefix + ".")
         aliases = [name, bare, f"{prefix}.{name}", *_tied_names(model, name)]
         hit = next((alias for alias in aliases if alias in stored), None)
         if hit is not None:
             result[name] = hit
-        elif name in wanted:
+        elif name in wanted and name not in new:
             return None
     return result
+
+
+def new_parameters(model: nn.Module, folder: Path) -> list[str]:
+    """Parameters of a new head, which the files of a folder do not have."""
+    names = match_names(model, tensor_files(folder))
+    return [] if names is None else [name for name, _ in model.named_parameters() if name not in names]
 
 
 def _tied_names(model: nn.Module, name: str) -> list[str]:

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.objectives.base import Objective
 from shardwise.objectives.causal import CausalObjective
+from shardwise.objectives.classify import ClassifyObjective
+from shardwise.objectives.masked import MaskedObjective
+from shardwise.objectives.seq2seq import Seq2seqObjective
 
 if TYPE_CHECKING:
     from shardwise.parallel.mesh import World
@@ -19,5 +22,11 @@ def make_objective(job: Job, world: World, sharded: ShardedModel, apart: bool) -
     match settings.type:
         case "causal":
             return CausalObjective(sharded.model, apart)
+        case "seq2seq":
+            return Seq2seqObjective()
+        case "masked":
+            return MaskedObjective()
+        case "classify":
+            return ClassifyObjective(sharded.model)
         case other:
             raise NotImplementedError(other)

@@ -75,7 +75,7 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     original = job.source.weights / "generation_config.json" if job.source.weights is not None else None
     if original is not None and original.is_file():
         shutil.copy(original, folder)
-    elif model.generation_config is not None:
+    elif getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
         generation.update(use_cache=True, **ids)  # it was made from a config that training had told to use no cache
         generation.save_pretrained(folder)
