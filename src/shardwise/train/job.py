@@ -25,11 +25,14 @@ from shardwise.config.resolve import (
     world_size,
 )
 from shardwise.config.schema import Run
+from shardwise.data.judged_layout import LAYOUTS
 from shardwise.data.layout import CausalLayout, Layout
 from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import Prepared, Tell, prepare_data
-from shardwise.models.source import ModelSource, converted_folder, find_model
+from shardwise.data.taught import TaughtLayout
+from shardwise.models.source import ModelSource, find_model
+from shardwise.models.teacher import Teacher, find_teacher
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Job:
     data: Prepared
     parameters: int
     output: Path
+    teacher: Teacher | None = None
 
     @property
     def ranks(self) -> int:
@@ -57,7 +61,9 @@ class Job:
     @property
     def layout(self) -> Layout:
         """How documents become what the objective takes."""
-        return CausalLayout(self.pad_id)
+        if self.teacher is not None:
+            return TaughtLayout(self.pad_id, self.teacher.answers)
+        return LAYOUTS.get(purpose_of(self.run), CausalLayout)(self.pad_id)
 
     @property
     def offload_folder(self) -> Path:
@@ -86,7 +92,7 @@ class Job:
 def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Job:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
     from shardwise.models.build import build_on_meta
-    from shardwise.models.weights import check_shapes, match_names, tensor_files
+    from shardwise.models.frozen import readable
     from shardwise.zero.disk import check_disk
     from shardwise.zero.policy import disk_bytes
 
@@ -97,19 +103,17 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
     resolve_objective(result, source.task)
     resolve_model(result, source.config)
     model = build_on_meta(source)
-    if source.weights is not None and match_names(model, tensor_files(source.weights)) is None:
-        say("converting the weights to the model's own names (once)")
-        source = replace(source, weights=converted_folder(source))
-    if source.weights is not None:
-        check_shapes(model, source.weights)
+    source = readable(source, model, say)
     parameters = sum(p.numel() for p in model.parameters())
     check_room(result.run, parameters)
     tokenizer = source.load_tokenizer()
     vocabulary = model.get_input_embeddings().num_embeddings
+    teacher = find_teacher(result.run, tokenizer, vocabulary, say)
     purpose = purpose_of(result.run)
     early = result.run.train.steps is not None  # a run that counts in epochs must know how long one is
     data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, purpose)
-    job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
+    output = Path(result.run.output).expanduser()
+    job = Job(result.run, result.reasons, source, tokenizer, data, parameters, output, teacher)
     if not early:
         resolve_steps(result, job.loader().epoch_sequences())
     job = replace(job, run=result.run, reasons=result.reasons)

@@ -38,7 +38,7 @@ from shardwise.zero.entries import masters
 from shardwise.zero.host import return_freed_memory
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
-from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
+from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in
 from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.units import explain_divided
@@ -70,7 +70,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     run, source = job.run, job.source
     model = build_on_meta(source)
     if splits_masters(run.offload, run.precision):
-        store_in_bf16(model)
+        store_in(model, torch.bfloat16)
     blocks = find_blocks(model)
     if run.recompute == "full":
         for _, block in blocks:
@@ -130,7 +130,7 @@ def build_parts(
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
-        apart = _check(sharded, vocabulary, job, world, say)
+        apart = check_documents(sharded, vocabulary, job, world, say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -152,7 +152,7 @@ def build_parts(
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     loader = job.loader()
-    objective = make_objective(job, world, sharded, apart)
+    objective = make_objective(job, world, sharded, apart, say)
     meter = _meter(job, world, model, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
@@ -161,7 +161,7 @@ def build_parts(
     )  # fmt: skip
 
 
-def _check(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
+def check_documents(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
     """Checks the model; returns whether it is told where packed documents begin, or sees positions alone."""
     run, trouble = job.run, ""
     if run.data.packing and run.attention == "auto" and install(sharded.model):

@@ -44,13 +44,13 @@ def offloaded_share(offload: Offload, precision: str, clip: float | None) -> flo
     return EAGER if offload.optimizer != "none" and clip is None and precision != "fp16" else 0.0
 
 
-def store_in_bf16(model: nn.Module) -> None:
-    """Turns the parameters of a model on `meta` into bf16 ones; buffers stay as they are."""
+def store_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turns the parameters of a model on `meta` into ones of this type; buffers stay as they are."""
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point():
-                new = nn.Parameter(parameter.detach().to(torch.bfloat16), parameter.requires_grad)
+                new = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = made.setdefault(id(parameter), new)
 
 
