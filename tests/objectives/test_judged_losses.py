@@ -27,7 +27,7 @@ KTO_DOCUMENTS = [
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """In double precision: what differs is the method, not the rounding (but for logits, which are rounded to fp32)."""
+    """In double precision: what differs is the method, not the rounding (but for that of the logits to fp32)."""
     return tiny("llama").double()
 
 
@@ -110,7 +110,7 @@ def test_equals_the_formula(name: str, packing: bool, model: Any, frozen: Any) -
     expected = formula([plain_log_prob(model, one) for one in conversations], theirs, settings)
     plain = gradients(model, expected)
     assert loss.total.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert (ours - plain).norm() / plain.norm() < 1e-6
+    assert (ours - plain).norm() / plain.norm() < 5e-6  # logits up to 20, rounded to fp32
     assert loss.units.tolist() == [6]
     assert set(loss.figures) == set(objective_of(settings, model, frozen).figures)
 

@@ -108,17 +108,14 @@ def as_reference(model: Any) -> Any:
 # On ranks
 
 
-def first_steps(run: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Runs to the end; the records, and the trained parameters."""
+def all_of(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]]:
+    """Runs each to its end; the records, and the trained parameters."""
     from shardwise.observe.metrics import read_metrics
     from support import scenarios
 
-    _, _, final = scenarios.train(run)
-    return [r for r in read_metrics(Path(run["output"]) / "metrics.jsonl") if r["kind"] == "train"], final
-
-
-def stopped_and_resumed(run: dict[str, Any], steps: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The same, stopped after so many steps and taken up again by other parts."""
-    first = run | {"train": run["train"] | {"steps": steps}}
-    first_steps(first)
-    return first_steps(run)
+    found = {}
+    for name, run in runs.items():
+        _, _, final = scenarios.train(run)
+        records = read_metrics(Path(run["output"]) / "metrics.jsonl")
+        found[name] = [r for r in records if r["kind"] == "train"], final
+    return found
