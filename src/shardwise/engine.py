@@ -42,7 +42,7 @@ from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
-from shardwise.zero.policy import offload_given, offloaded_share, splits_masters, store_in
+from shardwise.zero.policy import offload_given, offloaded_share, splits_masters, store_in_bf16
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.update import Update
 
@@ -80,7 +80,7 @@ class Engine:
             _copy_from_first(model)
             if splits_masters(config.offload, config.precision):
                 values = {n: p.detach() for n, p in model.named_parameters()}
-                store_in(model, torch.bfloat16)
+                store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
         shard_model(
             model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket

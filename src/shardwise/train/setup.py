@@ -38,7 +38,7 @@ from shardwise.zero.entries import masters
 from shardwise.zero.host import return_freed_memory
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
-from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in
+from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
 from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import ShardedModel, shard_model
 from shardwise.zero.units import explain_divided
@@ -70,7 +70,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     run, source = job.run, job.source
     model = build_on_meta(source)
     if splits_masters(run.offload, run.precision):
-        store_in(model, torch.bfloat16)
+        store_in_bf16(model)
     blocks = find_blocks(model)
     if run.recompute == "full":
         for _, block in blocks:

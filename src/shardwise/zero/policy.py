@@ -44,12 +44,19 @@ def offloaded_share(offload: Offload, precision: str, clip: float | None) -> flo
     return EAGER if offload.optimizer != "none" and clip is None and precision != "fp16" else 0.0
 
 
-def store_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turns the parameters of a model on `meta` into ones of this type; buffers stay as they are."""
+def store_in_bf16(model: nn.Module) -> None:
+    """Turns the parameters of a model on `meta` into bf16 ones; buffers stay as they are."""
+    store_in(model, torch.bfloat16)
+
+
+def store_in(model: nn.Module, dtype: torch.dtype, frozen_only: bool = False) -> None:
+    """Gives floating-point parameters another type, all of them or those that are not trained."""
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
+            if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if not (frozen_only and parameter.requires_grad):
                 new = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = made.setdefault(id(parameter), new)
 
