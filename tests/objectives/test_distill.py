@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support import judged
-from support.judged import Hand, conversation
+from support.judged import Hand, conversation, start
 from support.packed import tiny
-from support.ranks import run_ranks
 from support.tiny import LLAMA, saved_model, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
@@ -23,6 +22,7 @@ from shardwise.errors import UserError
 from shardwise.objectives.distill import DistillObjective, TeacherLogProbs, likeliest
 from shardwise.train.job import prepare_job
 
+pytestmark = pytest.mark.timeout(judged.PATIENCE)
 WORDS = 515
 DRAW = np.random.default_rng(1)
 DOCUMENTS = [conversation(*DRAW.integers(2, 24, 2), DRAW) for _ in range(6)]
@@ -130,12 +130,12 @@ def test_runs(folder: Path) -> None:
         "again": the_run(folder, "again", top_k=16, cache=True),
         "resumed": the_run(folder, "all", train__steps=4),
     }
-    found = run_ranks(judged.all_of, 1, alone)[0]
+    found = start(judged.all_of, 1, alone)[0]
     both = {f"all-{z}": the_run(folder, f"all-{z}", parallel__zero=z) for z in (0, 3)}
     unpacked = {"data__packing": False, "train__micro_batch_size": 2, "parallel__zero": 3}
     both |= {"flat": the_run(folder, "flat", top_k=16, **unpacked)}
     both |= {"flat-stored": the_run(folder, "flat-stored", top_k=16, cache=True, **unpacked)}
-    found |= run_ranks(judged.all_of, 2, both)[0]
+    found |= start(judged.all_of, 2, both)[0]
     for one, other in [
         ("all", "all-0"),
         ("all", "all-3"),

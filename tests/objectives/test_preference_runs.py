@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support import judged
-from support.judged import judged_run, kto_file, preference_file
-from support.ranks import run_ranks
-from support.tiny import PAIRS, tiny_run, tokenizer_folder
+from support.judged import judged_run, kto_file, preference_file, start
+from support.tiny import LLAMA, PAIRS, saved_model, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
 from shardwise.errors import UserError
 from shardwise.train.job import prepare_job
 
+pytestmark = pytest.mark.timeout(judged.PATIENCE)
 OBJECTIVES: list[Any] = ["dpo", {"type": "orpo", "beta": 0.2}, "kto"]
 
 
@@ -37,29 +37,31 @@ def alone(folder: Path) -> dict[str, Any]:
     for objective in OBJECTIVES:
         name = named(objective)
         runs[name] = judged_run(folder, objective, output=str(folder / name))
-        runs[f"{name}-accumulated"] = judged_run(
-            folder, objective, train__micro_batch_size=4, parallel__zero=2, output=str(folder / f"{name}-accumulated")
-        )
-        runs[f"{name}-longer"] = judged_run(folder, objective, train__steps=12, output=str(folder / f"{name}-longer"))
+        longer = {"train__steps": 12, "train__learning_rate": 3e-3, "output": str(folder / f"{name}-longer")}
+        runs[f"{name}-longer"] = judged_run(folder, objective, **longer)
+    whole_batch = {"train__micro_batch_size": 4, "parallel__zero": 2, "output": str(folder / "whole batch")}
+    runs["whole batch"] = judged_run(folder, "dpo", **whole_batch)
     runs["whole"] = judged_run(folder, "dpo", train__schedule="constant", output=str(folder / "whole"))
     halves = judged_run(folder, "dpo", train__schedule="constant", output=str(folder / "halves"))
     runs |= {"first half": halves | {"train": halves["train"] | {"steps": 2}}, "second half": halves}
-    return run_ranks(judged.all_of, 1, runs)[0]
+    return start(judged.all_of, 1, runs)[0]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=named)
 def test_the_same_on_any_ranks_and_stages(alone: dict[str, Any], folder: Path, objective: Any) -> None:
-    """1 rank, accumulated or not, against 2 at stages 0 and 3; the first step measures the model against itself."""
+    """1 rank, accumulated or at once, against 2 at stages 0 and 3; the first step measures the model against itself."""
     name = named(objective)
-    runs = {
+    runs: dict[Any, Any] = {
         zero: judged_run(folder, objective, parallel__zero=zero, train__micro_batch_size=micro,
                          output=str(folder / f"{name}-{zero}"))
         for zero, micro in ((0, 1), (3, 2))
     }  # fmt: skip
-    together = run_ranks(judged.all_of, 2, runs)[0]
+    together = start(judged.all_of, 2, runs)[0]
     records, final = alone[name]
     figure = {"dpo": "margin", "orpo": "loss_chosen", "kto": "reward"}[name]
-    for others, parameters in (alone[f"{name}-accumulated"], together[0], together[3]):
+    if name == "dpo":
+        together["at once"] = alone["whole batch"]
+    for others, parameters in together.values():
         for key in ("loss", "grad_norm", figure, "accuracy"):
             # Adam makes much of little: rounding shows in the norm first.
             close = {"rel": 1e-4} if key == "grad_norm" else {"abs": 1e-5}
@@ -86,10 +88,27 @@ def test_a_resumed_run_has_the_reference_of_the_beginning(alone: dict[str, Any])
 
 def test_evaluation_of_held_out_pairs(folder: Path) -> None:
     changes = {"data__eval": "25%", "parallel__zero": 3, "train__steps": 2, "output": str(folder / "held-out")}
-    run_ranks(judged.all_of, 2, {"held out": judged_run(folder, "dpo", **changes)})
+    start(judged.all_of, 2, {"held out": judged_run(folder, "dpo", **changes)})
     lines = (folder / "held-out/metrics.jsonl").read_text().splitlines()
     (record,) = [r for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert record["loss"] != pytest.approx(math.log(2), abs=1e-6) and {"accuracy", "margin"} <= record.keys()
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_the_base_of_an_adapter_is_its_reference(folder: Path, objective: str) -> None:
+    """At any stage as with a frozen copy of the base, but without holding one."""
+    pytest.importorskip("shardwise.adapters")
+
+    def run(name: str, **changes: Any) -> dict[str, Any]:
+        output = str(folder / f"{objective}-{name}")
+        changes |= {"model": saved_model(folder / "saved", LLAMA), "method": {"type": "lora", "rank": 4}}
+        return judged_run(folder, objective, train__learning_rate=1e-2, output=output, **changes)
+
+    copied = start(judged.records_of, 1, {"copied": run("copied")}, True)[0]["copied"]
+    both = {zero: run(f"lora-{zero}", parallel__zero=zero) for zero in (0, 2, 3)}
+    assert abs(copied[-1]["margin" if objective == "dpo" else "reward"]) > 1e-3
+    for records in start(judged.records_of, 2, both)[0].values():
+        assert [r["loss"] for r in records] == [pytest.approx(r["loss"], abs=1e-5) for r in copied]
 
 
 # Data

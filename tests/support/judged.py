@@ -13,9 +13,11 @@ import torch
 
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.store import LEARNED
+from support.ranks import run_ranks
 from support.tiny import PAIRS, tiny_run, tokenizer_folder
 
 WORDS = 515
+PATIENCE = 1800  # seconds: several runs in one start of processes, on a machine that may be busy
 
 
 def rows(count: int = 24) -> list[tuple[str, str, str]]:
@@ -47,8 +49,8 @@ def judged_run(folder: Path, objective: Any, **changes: Any) -> dict[str, Any]:
     tokenizer_folder(folder / "tokenizer")
     kind = objective if isinstance(objective, str) else objective["type"]
     file = kto_file(folder) if kind == "kto" else preference_file(folder)
-    changes = {"data__train": file, "data__sequence_length": 512, "train__batch_size": 4, "train__steps": 4} | changes
-    return tiny_run(folder, objective=objective, **changes)
+    own = {"data__train": file, "data__sequence_length": 512, "train__batch_size": 4, "train__steps": 4}
+    return tiny_run(folder, objective=objective, **own | {"train__learning_rate": 1e-3} | changes)
 
 
 class Hand:
@@ -105,17 +107,34 @@ def as_reference(model: Any) -> Any:
     return reference
 
 
+def start(function: Any, ranks: int, *args: Any) -> list[Any]:
+    """On ranks, with more patience than one run needs."""
+    return run_ranks(function, ranks, *args, timeout=PATIENCE)
+
+
 # On ranks
 
 
 def all_of(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]]:
     """Runs each to its end; the records, and the trained parameters."""
-    from shardwise.observe.metrics import read_metrics
-    from support import scenarios
+    from safetensors.torch import load_file
 
-    found = {}
-    for name, run in runs.items():
-        _, _, final = scenarios.train(run)
-        records = read_metrics(Path(run["output"]) / "metrics.jsonl")
-        found[name] = [r for r in records if r["kind"] == "train"], final
-    return found
+    records = records_of(runs)
+    return {n: (records[n], load_file(Path(run["output"]) / "model/model.safetensors")) for n, run in runs.items()}
+
+
+def records_of(runs: dict[str, dict[str, Any]], copied: bool = False) -> dict[str, list[dict[str, float]]]:
+    """Runs each to its end; the records. `copied`: with a frozen copy for reference where a base would do."""
+    from shardwise.objectives import reference
+    from shardwise.observe.metrics import read_metrics
+    from shardwise.train.loop import fit
+    from support.scenarios import parts_of
+
+    if copied:
+        reference.needs_copy = lambda run: True
+    for run in runs.values():
+        fit(parts_of(run))
+    return {
+        name: [r for r in read_metrics(Path(run["output"]) / "metrics.jsonl") if r["kind"] == "train"]
+        for name, run in runs.items()
+    }
