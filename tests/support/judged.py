@@ -119,22 +119,22 @@ def all_of(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[list[dict[str, fl
     """Runs each to its end; the records, and the trained parameters."""
     from safetensors.torch import load_file
 
-    records = records_of(runs)
-    return {n: (records[n], load_file(Path(run["output"]) / "model/model.safetensors")) for n, run in runs.items()}
+    return {n: (_records(run), load_file(Path(run["output"]) / "model/model.safetensors")) for n, run in runs.items()}
 
 
 def records_of(runs: dict[str, dict[str, Any]], copied: bool = False) -> dict[str, list[dict[str, float]]]:
     """Runs each to its end; the records. `copied`: with a frozen copy for reference where a base would do."""
     from shardwise.objectives import reference
+
+    if copied:
+        reference.needs_copy = lambda run: True
+    return {name: _records(run) for name, run in runs.items()}
+
+
+def _records(run: dict[str, Any]) -> list[dict[str, float]]:
     from shardwise.observe.metrics import read_metrics
     from shardwise.train.loop import fit
     from support.scenarios import parts_of
 
-    if copied:
-        reference.needs_copy = lambda run: True
-    for run in runs.values():
-        fit(parts_of(run))
-    return {
-        name: [r for r in read_metrics(Path(run["output"]) / "metrics.jsonl") if r["kind"] == "train"]
-        for name, run in runs.items()
-    }
+    fit(parts_of(run))
+    return [r for r in read_metrics(Path(run["output"]) / "metrics.jsonl") if r["kind"] == "train"]
