@@ -69,9 +69,7 @@ def _check_vocabulary(theirs: Any, ours: Any, name: str) -> None:
     if a == b:
         return
     word = next(w for w in sorted(a.keys() | b.keys()) if a.get(w) != b.get(w))
-    problem = (
-        f"has another vocabulary: {word!r} is its token {a.get(word, 'of none')}, of the model {b.get(word, 'none')}"
-    )
-    raise UserError(
-        FIELD, name, problem, "use a teacher with the model's own tokenizer, e.g. a larger model of its family"
-    )
+    there, here = (v.get(word, "no token") for v in (a, b))
+    problem = f"has another vocabulary ({word!r} is {there} there and {here} in the model)"
+    remedy = "use a teacher with the model's own tokenizer, e.g. a larger model of its family"
+    raise UserError(FIELD, name, problem, remedy)

@@ -2,8 +2,8 @@
 
 [Note: point of reference] The paper measures an answer's reward against the mean divergence from the reference,
 estimated on answers to other prompts of the same batch. That makes an answer's loss depend on which others it is
-computed with, so that accumulation and more ranks would train something else, and costs another forward. Its authors'
-bound for the estimate is 0 from below; 0 is what it is at the start, and what we take throughout.
+computed with, so that accumulation and more ranks would train something else, and costs another forward. The estimate
+is never taken below 0, and 0 is what it is at the start: we take that throughout.
 """
 
 from __future__ import annotations
