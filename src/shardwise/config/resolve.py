@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.methods import Qlora
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.schema import Offload, Parallel, Run
 from shardwise.errors import UserError
@@ -303,6 +304,35 @@ def resolve_objective(result: Resolution, task: Task) -> None:
     if data.over_length == "split" and purpose in ("seq2seq", "classify"):
         what = "a target belongs to its whole source" if purpose == "seq2seq" else "a class belongs to a whole text"
         raise UserError("data.over_length", "split", f"{what}, so rows cannot be split", "use truncate or drop")
+    check_judged(result.run)
+
+
+def check_judged(run: Run) -> None:
+    """What has no meaning where answers are judged as a whole."""
+    data = run.data
+    if purpose_of(run) not in ("preference", "kto"):
+        return
+    if data.over_length == "split":
+        problem = "an answer that is judged as a whole cannot be split"
+        raise UserError("data.over_length", "split", problem, "use error, drop or truncate")
+    if data.loss_on != type(data).model_fields["loss_on"].default:
+        problem = "what is learned are the answers that are judged, no more and no less"
+        raise UserError("data.loss_on", data.loss_on, problem, "leave it out")
+    _check_reference(run)
+
+
+def _check_reference(run: Run) -> None:
+    """An adapter's base is the reference where training starts from the base, and leaves it as it is."""
+    method = run.method
+    if run.objective.type not in ("dpo", "kto") or method.type == "full":  # type: ignore[union-attr]
+        return
+    if method.adapter is not None:
+        problem = "the reference would be the base without this adapter, not the model that training starts from"
+        remedy = "merge the adapter into the base first and train a new one, or use objective: orpo"
+        raise UserError("method.adapter", method.adapter, problem, remedy)
+    if isinstance(method, Qlora) and method.also:
+        problem = "the reference is the quantised base, which would be changed by training modules whole"
+        raise UserError("method.also", list(method.also), problem, "leave it out, or use method: lora")
 
 
 def resolve_model(result: Resolution, config: Any) -> None:

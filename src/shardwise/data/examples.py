@@ -57,12 +57,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and, for each, whether it is learned (the first never is: nothing predicts it)."""
+    """Token ids and, for each, whether it is learned (the first never is: nothing predicts it).
+
+    `head` is a number that is stored before them and is no token, for purposes that need one (layout.py).
+    """
 
     where: str
     number: int
     tokens: np.ndarray
     learned: np.ndarray
+    head: int | None = None
 
 
 class BadRow(Exception):

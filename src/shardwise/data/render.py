@@ -15,7 +15,7 @@ prompts without a template may spell special tokens: there they are what the aut
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,10 @@ class Renderer:
             batch = examples[at : at + BATCH]
             if self.rows is not None:
                 yield from self.rows.render(batch)
-                continue
-            yield from self._documents(batch, self._plans(batch))
+            elif self.purpose in ("preference", "kto"):
+                yield from map(self._judged, batch)
+            else:
+                yield from self._documents(batch, self._plans(batch))
 
     def render_preference(self, example: Example) -> tuple[Document, Document]:
         """The chosen and the rejected conversation; only the answers are learned, their prompt is the same tokens."""
@@ -80,6 +82,17 @@ class Renderer:
         """The conversation whose answer is wanted or not (`example.label`); only the answer is learned."""
         (document,) = self._answers(example, (example.chosen,))
         return document
+
+    def _judged(self, example: Example) -> Document | BadRow:
+        """Both conversations one after the other, or the one that is wanted or not; see the table in layout.py."""
+        try:
+            if self.purpose == "kto":
+                return replace(self.render_kto(example), head=int(bool(example.label)))
+            both = self.render_preference(example)
+        except BadRow as bad:
+            return bad
+        tokens, learned = (np.concatenate([getattr(d, name) for d in both]) for name in ("tokens", "learned"))
+        return Document(example.where, example.number, tokens, learned, head=len(both[0].tokens))
 
     def _answers(self, example: Example, endings: Iterable[tuple[dict[str, Any], ...]]) -> list[Document]:
         chats = []

@@ -18,6 +18,8 @@ from shardwise.config.schema import Data, Run
 from shardwise.data.bill import Bill, PackingBill, SourceBill
 from shardwise.data.examples import BadRow, Fates
 from shardwise.data.fingerprint import template_fingerprint
+from shardwise.data.judged import describe_head
+from shardwise.data.judged_layout import LAYOUTS
 from shardwise.data.layout import CausalLayout
 from shardwise.data.loader import make_loader
 from shardwise.data.mixing import all_names, passes_per_epoch
@@ -104,7 +106,8 @@ def bill_of(found: Survey) -> Bill:
             share = seen[one.spec.index] / max(1.0, sum(seen))
             known |= {"held_out": one.known["held_out"], "passes": passes[one.spec.index], "share": share}
         bills[one.spec.trains].append(SourceBill.from_facts(one.spec.source, name, one.known, **known))
-    loader = make_loader(streams, data, found.run.train.seed, CausalLayout(0), data.temperature)
+    layout = LAYOUTS.get(purpose_of(found.run), CausalLayout)(0)
+    loader = make_loader(streams, data, found.run.train.seed, layout, data.temperature)
     sequences, efficiency = loader.epoch_sequences(), loader.efficiency()
     documents = round(sum(p * one.known["documents"] for p, one in zip(passes, prepared.train, strict=True)))
     tokens = round(efficiency * sequences * data.sequence_length)
@@ -174,4 +177,5 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
             elif len(pieces[0].tokens) < len(document.tokens):
                 note, shown = f"truncated from {len(document.tokens):,} tokens", pieces[0]
             shown, said = note_of(shown, spec.purpose, spec.labels)
-            yield Sample(name, document.where, shown.tokens, shown.learned, "; ".join(filter(None, (said, note))))
+            note = "; ".join(filter(None, (said, describe_head(shown, spec.purpose), note)))
+            yield Sample(name, document.where, shown.tokens, shown.learned, note)

@@ -21,7 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,8 @@ from shardwise.config.schema import Data, Source
 from shardwise.data.bill import add_lengths, no_lengths
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
-from shardwise.data.formats import SAMPLE, Detected, detect, understand
+from shardwise.data.formats import SAMPLE, TURNS, Detected, detect, understand
+from shardwise.data.judged import JUDGED, check_format, truncated
 from shardwise.data.purposes import fit_row
 from shardwise.data.refine import (
     DuplicateFinder,
@@ -175,7 +176,7 @@ class ChunkMaker:
             return read_summary(self.folder, task.index)[0]
         summary, fates = Summary(), Fates()
         examples, summary.rows = self.reader.examples(task, removed, fates)
-        if not self._template_checked and any(example.kind == "chat" for example in examples):
+        if not self._template_checked and any(example.kind in TURNS for example in examples):
             check_template(self.tokenizer, "model.tokenizer")
             self._template_checked = True
         plain = {example.number for example in examples if example.kind == "text"}
@@ -234,8 +235,8 @@ def fit(
         for piece in pieces:
             piece.learned[:1] = False
         return pieces
-    cut = _cut(document, 0, limit)
-    if policy == "truncate" and cut.learned.any():
+    cut = truncated(document, limit) if spec.purpose == "preference" else _cut(document, 0, limit)
+    if policy == "truncate" and cut is not None and cut.learned.any():
         fates.add("truncated", document.where, f"{length} tokens")
         return [cut]
     if policy in ("drop", "truncate"):
@@ -271,7 +272,7 @@ def _mixed(seed: int, number: int) -> int:
 
 def _cut(document: Document, start: int, length: int) -> Document:
     place = slice(start, start + length)
-    return Document(document.where, document.number, document.tokens[place], document.learned[place].copy())
+    return replace(document, tokens=document.tokens[place], learned=document.learned[place].copy())
 
 
 def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
@@ -279,7 +280,8 @@ def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
     problem = f"the row has {lengths[0]} tokens, more than data.sequence_length = {spec.data.sequence_length}"
     if len(lengths) > 1:
         problem += f" (so do {len(lengths) - 1} more of the {rows} rows about it, the longest with {max(lengths)})"
-    ways = "drop or truncate" if spec.purpose in ("seq2seq", "classify") else "drop, truncate or split"
+    whole = (*JUDGED, "seq2seq", "classify")
+    ways = "drop or truncate" if spec.purpose in whole else "drop, truncate or split"
     remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {ways}"
     return UserError(spec.field, first.where, problem, remedy)
 
@@ -314,10 +316,7 @@ def tokenise_source(
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     detected, tasks = look(spec)
-    if detected.format in ("preference", "kto"):
-        problem = f"the rows are {detected.format} data, which say what to prefer, not what to write"
-        remedy = "take the good answers, for example format: chat with fields: {messages: chosen}, or other data"
-        raise UserError(spec.field, spec.source.path, problem, remedy)
+    check_format(detected.format, spec.purpose, spec.field, spec.source.path)
     maker = ChunkMaker(RowReader(spec, detected, passages), tokenizer, folder)
     work = ((task, _removed(removals, spec, task)) for task in tasks)
     total, count = Summary(), 0

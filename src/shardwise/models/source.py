@@ -250,10 +250,14 @@ def converted_folder(source: ModelSource) -> Path:
         _check_complete(report, source, new)
         write_plain(model, folder, new)
 
-    files = sorted(f for pattern in WEIGHT_FILES for f in source.weights.glob(pattern))
-    key = hashlib.sha256("".join(_file_key(f) for f in files).encode()).hexdigest()[:12]
     task = "" if source.task == "causal" else f"-{source.task}"
-    return make_once(cache_root() / "models" / f"{source.weights.name}-{key}{task}", make)
+    return make_once(cache_root() / "models" / f"{source.weights.name}-{weights_key(source.weights)}{task}", make)
+
+
+def weights_key(folder: Path) -> str:
+    """Tells the weights of a folder from others, and from themselves when they were changed."""
+    files = sorted(f for pattern in WEIGHT_FILES for f in folder.glob(pattern))
+    return hashlib.sha256("".join(_file_key(f) for f in files).encode()).hexdigest()[:12]
 
 
 def _check_complete(report: dict[str, Any], source: ModelSource, new: set[str]) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.describe import method_lines
 from shardwise.models.build import build_on_meta, find_blocks
+from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
 from shardwise.zero.plusplus import describe_collectives
@@ -122,6 +123,9 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         where, more = _place(place, run.offload.optimizer)
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
         table.add_row(where, parts + more)
+    for name, what, size, more in held_besides(job):
+        held = f": {human(size)} per rank" if size else ": nothing is held besides"
+        table.add_row(name, escape(f"{what}{held}{'; ' * bool(more)}{more}"))
     table.add_row(
         "rate",
         f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, clip {run.train.clip}",

@@ -141,7 +141,7 @@ def build_parts(
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
-        apart = _check(sharded, vocabulary, job, world, say)
+        apart = check_documents(sharded, vocabulary, job, world, say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -163,7 +163,7 @@ def build_parts(
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     loader = job.loader()
-    objective = make_objective(job, world, sharded, apart)
+    objective = make_objective(job, world, sharded, apart, say)
     meter = _meter(job, world, model, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
@@ -172,7 +172,7 @@ def build_parts(
     )  # fmt: skip
 
 
-def _check(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
+def check_documents(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
     """Checks the model; returns whether it is told where packed documents begin, or sees positions alone."""
     run, trouble = job.run, ""
     if (purpose := purpose_of(run)) in ROW_PURPOSES:  # others may look ahead as they like
