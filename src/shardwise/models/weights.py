@@ -85,7 +85,9 @@ def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | N
 def new_parameters(model: nn.Module, folder: Path) -> list[str]:
     """Parameters of a new head, which the files of a folder do not have."""
     names = match_names(model, tensor_files(folder))
-    return [] if names is None else [name for name, _ in model.named_parameters() if name not in names]
+    if names is None:
+        return []
+    return [name for name, _ in model.named_parameters() if name not in names and not is_added(name)]
 
 
 def _tied_names(model: nn.Module, name: str) -> list[str]:
