@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.metrics import check_metrics
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.schema import Offload, Parallel, Run
 from shardwise.errors import UserError
@@ -64,6 +65,7 @@ def resolve_machine(run: Run) -> Resolution:
     _check_offload(result.run)
     _check_in_backward(result.run)
     _check_optimizer(result.run)
+    check_metrics(result.run)
     _resolve_micro_batch(result, ranks)
     return result
 
