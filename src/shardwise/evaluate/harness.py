@@ -26,7 +26,7 @@ def measure_harness(
     harness: Any = importlib.import_module("lm_eval")
     wrapper: Any = importlib.import_module("lm_eval.models.huggingface")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = harness.tasks.TaskManager(include_path=task.folder)
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=task.folder)
     if unknown := [name for name in task.tasks if name not in manager.all_tasks]:
         remedy = "check the name, or give the folder of your task files (--lm-eval-folder)"
         raise UserError("--lm-eval", unknown[0], "lm-eval knows no such task", remedy)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["A", "B", "tie"]
-_RATING = re.compile(r"^\W*rating\W*:\W*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*$", re.IGNORECASE | re.MULTILINE)
+_RATING = re.compile(r"^\W*rating\W*:[^\w+-]*([+-]?\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*$", re.IGNORECASE | re.MULTILINE)
 _WINNER = re.compile(r"^\W*verdict\W*:\W*(?:assistant\s+)?(A|B|tie|draw)\W*$", re.IGNORECASE | re.MULTILINE)
 
 _SINGLE = (
