@@ -41,7 +41,7 @@ def test_likelihoods_are_those_of_each_alone(
 
     head = draw(9)
     requests = [Request(head + draw(n) + draw(tail), 9 + n) for n, tail in [(1, 1), (3, 7), (20, 2), (2, 30), (5, 1)]]
-    requests.append(Request(requests[0].ids[:-1] + (7,), 10))  # shares its row with the first
+    requests.append(Request((*requests[0].ids[:-1], 7), 10))  # shares its row with the first
     done: list[int] = []
     found = log_likelihoods(model, requests, done.append)
     assert sum(done) == len(requests)

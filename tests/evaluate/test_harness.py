@@ -22,6 +22,8 @@ def test_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         measure_harness(HarnessTask(tasks=("arc",)), None, None, lambda _: None)
 
 
+@pytest.mark.slow  # lm-eval looks over the whole machine to note its versions
+@pytest.mark.timeout(900)
 def test_it_agrees_with_our_own_scores(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

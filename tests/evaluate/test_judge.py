@@ -1,4 +1,4 @@
-"""The judge against an endpoint of our own: grades, pairs and their swap, retries, resuming, and words that say nothing."""
+"""The judge against an endpoint of our own: grades, swapped pairs, retries, resuming, words that say nothing."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ QUESTIONS: list[dict[str, Any]] = [
 
 @dataclass
 class Mock:
-    """An OpenAI-compatible endpoint: `answer` makes each reply of the request's body, or gives a status to fail with."""
+    """An OpenAI-compatible endpoint: `answer` makes a reply of a request's body, or gives a status to fail with."""
 
     answer: Callable[[dict[str, Any]], str | int]
     requests: list[dict[str, Any]] = field(default_factory=list)

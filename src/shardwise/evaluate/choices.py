@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import UserError
+from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.figures import Measured, by_group, ratio
 from shardwise.evaluate.likelihood import Likelihood, Request, fit_context, log_likelihoods, make_request
 from shardwise.evaluate.rows import Row, read_rows
@@ -166,7 +167,7 @@ def measure_choices(
     task: ChoiceTask,
     model: Any,
     tokenizer: Any,
-    bar: Callable[[int], Callable[[int], None]],
+    bar: Bar,
     keep: Callable[[dict[str, Any]], None],
 ) -> Measured:
     """Accuracy over the file's questions; `keep` is given each question with the model's choice."""

@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.checkpoint.store import RUN, list_checkpoints
 from shardwise.config.schema import Run
 from shardwise.errors import Interrupted, UserError
+from shardwise.evaluate.bars import Bar, bars
 from shardwise.evaluate.figures import Measured, difference
 from shardwise.evaluate.settings import ChoiceTask, GenerateTask, HarnessTask, JudgeTask, LossTask
 from shardwise.evaluate.table import print_results
-from shardwise.observe.progress import _mode
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
 EXPORTED_RUN = "shardwise_run.json"
-
-Bar = Callable[[int], Callable[[int], None]]
 
 
 @dataclass
@@ -205,17 +200,3 @@ def run_of(name: str) -> Run | None:
     except (ValidationError, OSError):
         problem = f"{file} was written by another version and cannot be read"
         raise UserError("MODEL", name, problem, "export the model again with this version") from None
-
-
-@contextmanager
-def bars(text: str) -> Iterator[Bar]:
-    """A progress bar on standard error: `bar(total)` begins it and gives what moves it on."""
-    console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=_mode(console) != "live") as progress:
-
-        def bar(total: int) -> Callable[[int], None]:
-            number = progress.add_task(text, total=total)
-            return lambda count: progress.advance(number, count)
-
-        yield bar

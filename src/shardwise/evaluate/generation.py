@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.figures import Measured, by_group, ratio
 from shardwise.evaluate.rows import Row, read_rows
 from shardwise.evaluate.scorers import Scorer
@@ -48,7 +49,7 @@ def measure_generation(
     task: GenerateTask,
     model: Any,
     tokenizer: Any,
-    bar: Callable[[int], Callable[[int], None]],
+    bar: Bar,
     keep: Callable[[dict[str, Any]], None],
 ) -> Measured:
     """The share of answers that the task's rule takes for right."""

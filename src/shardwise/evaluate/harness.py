@@ -26,7 +26,7 @@ def measure_harness(
     harness: Any = importlib.import_module("lm_eval")
     wrapper: Any = importlib.import_module("lm_eval.models.huggingface")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=task.folder)
+    manager = _manager(task)
     if unknown := [name for name in task.tasks if name not in manager.all_tasks]:
         remedy = "check the name, or give the folder of your task files (--lm-eval-folder)"
         raise UserError("--lm-eval", unknown[0], "lm-eval knows no such task", remedy)
@@ -43,6 +43,16 @@ def measure_harness(
         for sample in samples:
             keep({"lm_eval_task": name, **{k: sample.get(k) for k in ("doc_id", "doc", "target", "filtered_resps")}})
     return [_measured(name, values, found) for name, values in found["results"].items()]
+
+
+def _manager(task: HarnessTask) -> Any:
+    """Knows the user's tasks; lm-eval's own thousands are read only where these are not all that is asked for."""
+    make = importlib.import_module("lm_eval.tasks").TaskManager
+    if task.folder is not None:
+        own = make(include_path=task.folder, include_defaults=False)
+        if set(task.tasks) <= set(own.all_tasks):
+            return own
+    return make(include_path=task.folder)
 
 
 def _measured(name: str, values: dict[str, Any], found: dict[str, Any]) -> Measured:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.client import Endpoint
 from shardwise.evaluate.figures import Figure, Measured, ratio
 from shardwise.evaluate.rows import Row, read_rows
@@ -106,7 +107,7 @@ def collect_answers(
     model: Any,
     tokenizer: Any,
     folder: Path,
-    bar: Callable[[int], Callable[[int], None]],
+    bar: Bar,
 ) -> dict[str, list[str]]:
     """The model's answers to every turn, by question; those of an earlier run are reused."""
     questions, store, who = read_judged(task), Store(folder / ANSWERS), identity_of(model)
@@ -139,7 +140,7 @@ def judge_all(
     task: JudgeTask,
     answers: dict[str, dict[str, list[str]]],
     folder: Path,
-    bar: Callable[[int], Callable[[int], None]],
+    bar: Bar,
     endpoint: Endpoint | None = None,
 ) -> dict[str, Measured]:
     """What the judge says of each model's answers; in pairs, of each but the first against the first."""
@@ -179,7 +180,7 @@ class _Court:
     def _key(self, messages: list[dict[str, str]]) -> str:
         return key_of(self._task.model, self._task.judge_tokens, messages)
 
-    def hear(self, prompts: Iterable[list[dict[str, str]]], bar: Callable[[int], Callable[[int], None]]) -> None:
+    def hear(self, prompts: Iterable[list[dict[str, str]]], bar: Bar) -> None:
         """Asks for the judgements that are missing, several at a time."""
         missing = {self._key(p): p for p in prompts if self._store.get(self._key(p)) is None}
         advance = bar(len(missing))

@@ -6,7 +6,7 @@ now, packed in the same order into the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import prepare_data
 from shardwise.errors import UserError
+from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.figures import Figure, Measured, ratio
 from shardwise.evaluate.settings import LossTask
 from shardwise.models.source import ModelSource
@@ -63,7 +64,7 @@ def measure_loss(
     model: Any,
     tokenizer: Any,
     run: Run | None,
-    bar: Callable[[int], Callable[[int], None]],
+    bar: Bar,
 ) -> Measured:
     """Loss and perplexity on the task's data, or on what the run held out."""
     run = _settings(task, name, model, run)
@@ -80,9 +81,7 @@ def measure_loss(
     return _measure(task.label, job, model, loader, vocabulary, bar)
 
 
-def _measure(
-    label: str, job: Job, model: Any, loader: Loader, vocabulary: int, bar: Callable[[int], Callable[[int], None]]
-) -> Measured:
+def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, bar: Bar) -> Measured:
     whole: Any = Whole(model)
     world: Any = Alone(model.device)
     notes: list[str] = []
