@@ -141,6 +141,7 @@ def test_failures_are_retried_and_what_was_judged_is_kept(tmp_path: Path) -> Non
         with (tmp_path / "b" / JUDGEMENTS).open("a") as file:
             file.write('{"key": "cut o')  # as a crash leaves it
         mock.answer, mock.requests[:] = (lambda _: "Rating: 9"), []
+        place = Endpoint(mock.url, "judge", retries=1)  # the one before asks no more
         told = judge_all(task, {"first": FIRST}, tmp_path / "b", no_bar, place)
         assert len(mock.requests) == 1 and told["first"].figures[0].value == pytest.approx((3 + 3 + 9) / 3)
         judge_all(task, {"first": FIRST}, tmp_path / "b", no_bar, place)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import RunFailed, UserError
@@ -34,7 +34,8 @@ class Endpoint:
     retries: int = 5
     timeout: float = 120.0
     pause: float = 1.0
-    sleep: Callable[[float], None] = time.sleep
+    stop: threading.Event = field(default_factory=threading.Event)  # set: no further attempts
+    sleep: Callable[[float], object] | None = None  # in the place of real pauses
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
@@ -50,6 +51,8 @@ class Endpoint:
         """The answer to a conversation at temperature 0; raises RunFailed when all attempts are spent."""
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
         for attempt in range(self.retries + 1):
+            if self.stop.is_set():
+                raise RunFailed("the judge is asked no more")
             try:
                 return _content(self._post(body))
             except _Passing as trouble:
@@ -58,7 +61,7 @@ class Endpoint:
                     what = f"the judge at {self.url} gave no answer in {attempts} ({trouble})"
                     raise RunFailed(f"{what}; what was judged is kept, the same command goes on") from None
                 pause = min(LONGEST_PAUSE, self.pause * 2**attempt) * random.uniform(0.5, 1.0)
-                self.sleep(pause if trouble.wait is None else min(LONGEST_PAUSE, trouble.wait))
+                (self.sleep or self.stop.wait)(pause if trouble.wait is None else min(LONGEST_PAUSE, trouble.wait))
         raise AssertionError("not reached")
 
     def _post(self, body: dict[str, Any]) -> Any:

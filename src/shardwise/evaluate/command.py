@@ -24,6 +24,7 @@ from shardwise.evaluate.bars import Bar, bars
 from shardwise.evaluate.figures import Measured, difference
 from shardwise.evaluate.settings import ChoiceTask, GenerateTask, HarnessTask, JudgeTask, LossTask
 from shardwise.evaluate.table import print_results
+from shardwise.models.tasks import task_of
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
 EXPORTED_RUN = "shardwise_run.json"
@@ -136,6 +137,7 @@ def _measure_all(session: Session, runs: dict[str, Run | None], borrowed: Run | 
             with bars(f"{name}: {task.label}") as bar:
                 if isinstance(task, JudgeTask):
                     assert session.output is not None
+                    check_causal(name, model)
                     answers.setdefault(task.label, {})[name] = collect_answers(
                         task, name, model, tokenizer, session.output, bar
                     )
@@ -163,6 +165,7 @@ def _measure(
         from shardwise.evaluate.loss import measure_loss
 
         return [measure_loss(task, name, model, tokenizer, run, bar)]
+    check_causal(name, model)
     if isinstance(task, ChoiceTask):
         from shardwise.evaluate.choices import measure_choices
 
@@ -177,11 +180,18 @@ def _measure(
     return measure_harness(task, model, tokenizer, keep)
 
 
+def check_causal(name: str, model: Any) -> None:
+    """Only a model that goes on with a text can be asked."""
+    if (kind := task_of(model.config)) != "causal":
+        problem = f"is a {type(model).__name__} ({kind}), which does not go on with a text"
+        raise UserError("MODEL", name, problem, "measure its loss and figures: leave the other tasks out")
+
+
 def _show(session: Session, as_json: bool) -> None:
     if as_json:
         print(json.dumps(session.to_json(), indent=1, ensure_ascii=False))
     elif session.results:
-        print_results(session.results, Console())
+        print_results(session.models, session.results, Console())
         if session.output is not None:
             print(f"  written to {session.output}")
 

@@ -189,6 +189,9 @@ class _Court:
             for done in as_completed([pool.submit(self._ask, key, prompt) for key, prompt in missing.items()]):
                 done.result()
                 advance(1)
+        except BaseException:
+            self._endpoint.stop.set()  # those under way end and are kept; nothing is begun or tried again
+            raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

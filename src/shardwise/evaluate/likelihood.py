@@ -18,6 +18,7 @@ from shardwise.errors import UserError
 from shardwise.serve.generate import context_length
 
 TOKENS = {"cuda": 65536, "cpu": 8192}  # of a batch, the shared beginning counted for each row
+LOGITS = 1 << 28  # elements of a batch's logits: 1 GiB in fp32
 LEAST_SHARED = 16  # a beginning shorter than that is not worth a cache
 
 
@@ -79,9 +80,12 @@ def log_likelihoods(
     shared = _Shared(model, requests)
     results: list[Likelihood | None] = [None] * len(requests)
     order = sorted(rows, key=len, reverse=True)  # the largest batch first: what does not fit shows at once
+    vocabulary = model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else 1
     budget, at = TOKENS[model.device.type if model.device.type in TOKENS else "cuda"], 0
     while at < len(order):
         batch = order[at : at + max(1, budget // max(1, len(order[at])))]
+        while len(batch) > 1 and _logits(batch, rows, requests) * vocabulary > LOGITS:
+            batch = batch[: len(batch) // 2]
         try:
             values = _batch(model, shared, batch, [[requests[n] for n in rows[row]] for row in batch])
         except torch.OutOfMemoryError:
@@ -98,6 +102,14 @@ def log_likelihoods(
             advance(len(rows[row]))
         at += len(batch)
     return [r for r in results if r is not None]
+
+
+def _logits(
+    batch: Sequence[tuple[int, ...]], rows: dict[tuple[int, ...], list[int]], requests: Sequence[Request]
+) -> int:
+    """For how many positions a batch needs logits."""
+    first = min(requests[n].begin for row in batch for n in rows[row])
+    return len(batch) * (max(map(len, batch)) + 1 - first)
 
 
 class _Shared:

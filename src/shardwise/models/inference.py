@@ -13,6 +13,7 @@ from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
 from shardwise.models.source import find_model
+from shardwise.models.tasks import auto_class, task_of
 
 
 def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any, Any]:
@@ -20,7 +21,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
 
     A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,7 +43,8 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
     if not changed_tokenizer:
         check_fingerprint(source.weights, tokenizer)
     transformers_logging.disable_progress_bar()  # a second or two; the answer is what people wait for
-    model, report = AutoModelForCausalLM.from_pretrained(source.weights, dtype=dtype, output_loading_info=True)
+    loads: Any = auto_class(source.task)
+    model, report = loads.from_pretrained(source.weights, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         # transformers would fill them at random and say so in a log; a model that talks nonsense is no help.
         problem = f"its files lack {len(missing)} tensors, {missing[0]} among them"
@@ -56,11 +58,11 @@ def _has_checkpoint(path: Path) -> bool:
 
 
 def _from_checkpoint(checkpoint: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(checkpoint / MODEL)
     config.use_cache = True
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(task_of(config)).from_config(config, dtype=torch.float32)
     persistent = set(model.state_dict().keys())
     tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
     load_tensors(checkpoint, {PREFIX + n: t for n, t in tensors.items()}, None)
