@@ -207,6 +207,51 @@ def chat(
     run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model)
 
 
+@app.command("eval", epilog=_examples(
+    "shardwise eval out/run   # what the run held out",
+    "shardwise eval smollm2-135m-instruct out/run --data heldout.jsonl   # side by side",
+    "shardwise eval out/run --choice mmlu.csv --shots 5 --examples dev.csv --score letter --output out/eval",
+    "shardwise eval out/run --generate sums.jsonl --scorer numeric --json",
+    "shardwise eval A B --judge mt.jsonl --judge-url http://127.0.0.1:8000/v1 --judge-model big --output out/mt",
+    "shardwise eval A B C --tasks eval.yaml",
+))  # fmt: skip
+def evaluate(
+    context: typer.Context,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="As for chat; several are compared.")],
+    tasks: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Tasks with all their settings.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Loss and perplexity on this file. Can be repeated.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="Multiple choice from this file.")] = None,
+    score: Annotated[str, typer.Option(help="Of choices: byte, raw, token or letter.")] = "byte",
+    shots: Annotated[int, typer.Option(min=0, help="Worked examples before each choice question.")] = 0,
+    examples: Annotated[str | None, typer.Option(help="The file they are from.")] = None,
+    generate: Annotated[list[str] | None, typer.Option(help="Answers to the prompts of this file, scored.")] = None,
+    scorer: Annotated[str, typer.Option(help="exact, contains, regex, json or numeric.")] = "exact",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer (generate, judge).")] = None,
+    lm_eval: Annotated[list[str] | None, typer.Option(metavar="TASK", help="A task of lm-eval.")] = None,
+    lm_eval_folder: Annotated[str | None, typer.Option(help="Folder of lm-eval task files of your own.")] = None,
+    judge: Annotated[str | None, typer.Option(help="Questions whose answers another model judges.")] = None,
+    judge_url: Annotated[str | None, typer.Option(help="Its OpenAI-compatible endpoint.")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Its name there.")] = None,
+    judge_mode: Annotated[str, typer.Option(help="single (grades) or pairwise (against the first model).")] = "single",
+    judge_key: Annotated[str, typer.Option(metavar="VARIABLE", help="Holds the key.")] = "OPENAI_API_KEY",
+    limit: Annotated[int | None, typer.Option(min=1, help="First so many rows of each file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for results.json and samples.jsonl.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON and nothing else.")] = False,
+    changed_tokenizer: Annotated[
+        bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
+    ] = False,
+) -> None:
+    """Measure models: losses, multiple choice, scored answers, lm-eval's tasks, a judge; several side by side.
+
+    Without options: what the run that made the model held out.
+    """
+    from shardwise.evaluate.command import evaluate as measure
+    from shardwise.evaluate.options import tasks_from
+
+    todo = tasks_from(context.params)
+    measure(models, todo, output, as_json, changed_tokenizer)
+
+
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="For other tools.")] = False) -> None:
     """Show what this machine has, what will not work, and how to mend it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.methods import Qlora
+from shardwise.config.metrics import check_metrics
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.schema import Offload, Parallel, Run
 from shardwise.errors import UserError
@@ -71,6 +72,7 @@ def resolve_machine(run: Run) -> Resolution:
     _check_in_backward(result.run)
     _check_optimizer(result.run)
     _check_method(result.run)
+    check_metrics(result.run)
     _resolve_micro_batch(result, ranks)
     return result
 

@@ -31,10 +31,11 @@ from shardwise.models.tasks import auto_class, check_talks, task_of
 ADAPTER = "adapter"  # what the adapter of a folder is called on its base
 
 
-def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any, Any]:
+def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool = True) -> tuple[Any, Any]:
     """Model and tokenizer, on the GPU if there is one, else in fp32 on the CPU.
 
-    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`.
+    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`; a model that cannot
+    write, if it `talks`.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -45,7 +46,8 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
     if not _is_model(path) and path.is_dir() and _has_checkpoint(path):
         checkpoint = find_checkpoint(path)
         check_whole(checkpoint)
-        check_talks(AutoConfig.from_pretrained(checkpoint / MODEL), name)
+        if talks:
+            check_talks(AutoConfig.from_pretrained(checkpoint / MODEL), name)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
@@ -53,7 +55,8 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
     if is_adapter(path):
         return _with_adapter(path, device, changed_tokenizer)
     source = find_model(Model(name=str(path) if path.exists() else name))
-    check_talks(source.config, name)
+    if talks:
+        check_talks(source.config, name)
     tokenizer = source.load_tokenizer()
     if not changed_tokenizer:
         check_fingerprint(Path(source.tokenizer), tokenizer)

@@ -106,11 +106,22 @@ def answers(
     batch_size: int = 8,
 ) -> list[str]:
     """Answers to separate one-turn questions, the same as asking them one by one; greedy ones share a batch."""
-    _warn_without_template(tokenizer)
     conversations: list[list[Message]] = [[{"role": "user", "content": question}] for question in questions]
+    return replies(model, tokenizer, conversations, sampling, batch_size)
+
+
+def replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[list[Message]],
+    sampling: Sampling,
+    batch_size: int = 8,
+) -> list[str]:
+    """The next answer of each of separate conversations, as `answers` gives them."""
+    _warn_without_template(tokenizer)
     prompts = [prompt_ids(tokenizer, messages) for messages in conversations]
     stops = stop_ids(tokenizer, model)
-    texts = [""] * len(questions)
+    texts = [""] * len(conversations)
     together: list[int] = []
     for i, prompt in enumerate(prompts):
         room = _room(model, prompt)
@@ -147,6 +158,13 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> set[
         marks = {i for i, token in added.items() if token.content.strip()} | set(tokenizer.all_special_ids)
         found.update([i for i in _encode(tokenizer, after, special=False) if i in marks][:1])
     return found
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
+    """A conversation as the chat template writes it, up to where the answer begins."""
+    if not tokenizer.chat_template:
+        raise UserError("chat", True, "the tokenizer has no chat template", "leave it out")
+    return _render(tokenizer, messages, generation_prompt=True)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:

@@ -35,8 +35,12 @@ class Position:
     tokens: int = 0
     supervised: int = 0
     seconds: float = 0.0
-    best_loss: float | None = None
+    best_value: float | None = None  # of the figure best_metric, at best_step
     best_step: int | None = None
+    best_metric: str | None = None
+    waiting: int = 0  # evaluations since waiting_metric last improved, to waiting_value
+    waiting_value: float | None = None
+    waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
@@ -107,6 +111,8 @@ def restore(
     check_same_data(folder, fingerprint)
     values = read_trainer(folder)
     values.pop("data_fingerprint")
+    if "best_loss" in values:  # written before another figure could decide
+        values |= {"best_value": values.pop("best_loss"), "best_metric": "eval_loss"}
     prime_optimizer(optimizer)
     load_tensors(folder, tensors_of(sharded, optimizer), group)
     sharded.updated()
