@@ -180,7 +180,10 @@ def parse(kind: type[Request], body: Any) -> Request:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        # Where a field takes several kinds of values, the complaint that goes deepest is about the kind that was meant.
+        same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+        first = max(same, key=lambda one: len(one["loc"]))
         param = ".".join(str(part) for part in first["loc"] if _is_place(part))
         if first["type"] == "extra_forbidden":
             raise Refused(400, f"unknown field: {param}", param, "unknown_parameter") from None
