@@ -174,6 +174,7 @@ def export(
     "shardwise chat out/run",
     'shardwise chat my-model --prompt "What does ZeRO stage 3 shard?"',
     "shardwise chat smollm2-135m-instruct --temperature 0.7 --seed 1",
+    "shardwise chat out/run --compare smollm2-135m-instruct",
     "cat questions.txt | shardwise chat out/run",
 ))  # fmt: skip
 def chat(
@@ -186,6 +187,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Another model that answers the same questions.")
+    ] = None,
     changed_tokenizer: Annotated[
         bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
     ] = False,
@@ -197,9 +201,12 @@ def chat(
     from shardwise.serve.chat import chat as run_chat
     from shardwise.serve.generate import Sampling
 
-    loaded, tokenizer = load_for_inference(model, changed_tokenizer)
+    def load(name: str) -> tuple[Any, Any]:
+        return load_for_inference(name, changed_tokenizer)
+
+    loaded, tokenizer = load(model)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model)
+    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model, load, compare)
 
 
 @app.command(epilog=_examples(

@@ -73,7 +73,8 @@ def _run(
     from shardwise.serve.engine import Engine, Limits
     from shardwise.serve.models import load_models
 
-    models = load_models(places, lambda place: load_for_inference(place, options.changed_tokenizer))
+    changed = options.changed_tokenizer
+    models = load_models(places, changed, lambda place: load_for_inference(place, changed))
     on_gpu = any(served.model.device.type != "cpu" for served in models)
     limits = Limits(options.max_concurrent, options.queue, options.timeout, 4096 if on_gpu else 512)
     engine = Engine(models, limits)

@@ -5,6 +5,7 @@ Several names may share one set of weights: an adapter is switched on (`activate
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from shardwise.errors import UserError
 from shardwise.serve.generate import context_length, stop_ids
 
 Loader = Callable[[str], tuple[Any, Any]]
+ADAPTER_FILE = "adapter_config.json"  # as PEFT names it
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +81,58 @@ def _default_name(word: str) -> str:
     return path.resolve().name if path.exists() else word
 
 
-def load_models(places: dict[str, str], load: Loader) -> Models:
-    """Loads each model once, whatever names it has."""
+def load_models(places: dict[str, str], changed_tokenizer: bool, load: Loader) -> Models:
+    """Loads each model once, whatever names it has; adapters of one base share its weights."""
     loaded: dict[str, tuple[Any, Any]] = {}
     served = []
+    shared = shared_bases(places)
     for name, place in places.items():
-        if place not in loaded:
-            loaded[place] = load(place)
-        model, tokenizer = loaded[place]
-        served.append(Served(name, model, tokenizer))
+        base = shared.get(place, place)
+        if base not in loaded:
+            loaded[base] = load(base)
+        model, tokenizer = loaded[base]
+        if base in shared.values():
+            served.append(_wearing(name, model, tokenizer, adapter_folder(place), changed_tokenizer))
+        else:
+            served.append(Served(name, model, tokenizer))
     return Models(served)
+
+
+def shared_bases(places: dict[str, str]) -> dict[str, str]:
+    """Which places lie on which base, for bases that several adapters, or an adapter and the bare model, are asked of.
+
+    An adapter that is alone on its base is loaded like any other model.
+    """
+    bases = {place: _base(folder) for place in places.values() if (folder := adapter_folder(place)) is not None}
+    on = bases | {place: place for place in places.values() if place in bases.values()}
+    return {place: base for place, base in on.items() if list(on.values()).count(base) > 1}
+
+
+def adapter_folder(place: str) -> Path | None:
+    """Where the adapter lies, if that is what it is: the folder, or the one in a finished run."""
+    path = Path(place).expanduser()
+    return next((folder for folder in (path / "model", path) if (folder / ADAPTER_FILE).is_file()), None)
+
+
+def _base(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / ADAPTER_FILE).read_text())["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError("MODEL", str(folder), f"its {ADAPTER_FILE} names no base model", "export it again") from None
+
+
+def _wearing(name: str, model: Any, tokenizer: Any, folder: Path | None, changed_tokenizer: bool) -> Served:
+    """A base under one of its names: with the adapter of a folder, or bare."""
+    from transformers import AutoTokenizer
+
+    from shardwise.adapters.library import load_adapters, use_adapter
+    from shardwise.data.fingerprint import check_fingerprint
+
+    if folder is None:
+        return Served(name, model, tokenizer, lambda: use_adapter(model, None))
+    load_adapters(model, {name: folder})
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not changed_tokenizer:
+        check_fingerprint(folder, tokenizer)
+    return Served(name, model, tokenizer, lambda: use_adapter(model, name))
