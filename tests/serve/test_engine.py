@@ -84,6 +84,7 @@ def test_answers_are_those_given_alone(family: str, tokenizer: Any) -> None:
         Sampling(max_tokens=30, temperature=1.3, seed=5),
         Sampling(max_tokens=30, temperature=0.9, top_p=0.8, seed=6),
         Sampling(max_tokens=30, repetition_penalty=1.4),
+        Sampling(max_tokens=30, temperature=0.5, repetition_penalty=1.2, seed=1),
     ],
 )
 def test_seeds_and_penalties_work_as_alone(tokenizer: Any, sampling: Sampling) -> None:
@@ -244,6 +245,26 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
         assert isinstance(end, Failed) and end.status == status
         after = submit(engine, question(served, "Hi", Sampling()))[1]
         assert isinstance(after.end(), Ended) and after.text == pairs["Hi"]
+
+
+def test_settings_that_overflow_hurt_nobody(model: Any, tokenizer: Any, pairs: dict[str, str]) -> None:
+    served = Served("tiny", model, tokenizer)
+    odd = [Sampling(20, temperature=1e-40, seed=1), Sampling(20, temperature=1.0, repetition_penalty=1e-40, seed=1)]
+    with running(served) as engine:
+        listeners = [submit(engine, question(served, "Hi", one))[1] for one in [*odd, Sampling(20)]]
+        assert all(isinstance(listener.end(), Ended) for listener in listeners)
+        assert listeners[0].text == listeners[-1].text == pairs["Hi"], "next to no temperature is greedy"
+
+
+def test_a_request_that_fails_fails_alone(model: Any, tokenizer: Any, pairs: dict[str, str]) -> None:
+    served = Served("tiny", model, tokenizer)
+    with running(served) as engine:
+        with engine._wake:
+            row, bad = submit(engine, question(served, "Hi", Sampling(20)))
+            good = submit(engine, question(served, "Hi", Sampling(20)))[1]
+            row.pieces.tokenizer = None
+        assert isinstance(bad.end(), Failed) and isinstance(good.end(), Ended)
+        assert good.text == pairs["Hi"]
 
 
 def test_a_model_without_such_a_cache_is_refused(tokenizer: Any) -> None:

@@ -19,7 +19,9 @@ from shardwise.errors import UserError
 from shardwise.serve import vllm
 from shardwise.serve.command import Options, bind, find_key, is_loopback, serve
 from shardwise.serve.generate import Sampling, reply
-from shardwise.serve.models import load_models, shared_bases, split_names
+from shardwise.serve.models import Served, load_models, shared_bases, split_names
+from shardwise.serve.prompts import make_asks
+from shardwise.serve.protocol import ChatRequest, parse
 from shardwise.serve.rate import Rate, parse_rate
 
 
@@ -103,6 +105,26 @@ def test_a_changed_template_is_refused(folder: str, tmp_path: Path) -> None:
     tokenizer.save_pretrained(place)
     with pytest.raises(UserError, match="chat template changed"):
         serve(Options([place], port=0))
+
+
+def test_tools_reach_the_template(folder: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + tokenizer.chat_template
+    served = Served("tiny", _causal(folder), tokenizer)
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            {"role": "user", "content": "Hi"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "look_up", "parameters": {}}}],
+    }
+    for change, shown in (({}, True), ({"tool_choice": "none"}, False)):
+        asks, tokens = make_asks(served, parse(ChatRequest, body | change), 10, 1)
+        text = tokenizer.decode(asks[0].prompt)
+        assert text.startswith("[look_up]") == shown and "system\nBe brief." in text and tokens == len(asks[0].prompt)
 
 
 def test_vllm_is_used_where_it_can_be(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

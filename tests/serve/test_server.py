@@ -223,6 +223,14 @@ def test_bodies_that_are_no_request(server: Server) -> None:
     assert post(server, b"x" * (5 << 20)).status_code == 413
     assert post(server, {"model": "tiny", "prompt": [5, 10**9]}, "/completions").status_code == 400
     assert post(server, {"model": "tiny", "prompt": []}, "/completions").status_code == 400
+    assert post(server, {"model": "tiny", "prompt": ["a"] * 30, "n": 3}, "/completions").status_code == 400
+    half = (
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "\\ud800": 1}',
+        b'{"model": "\\ud800", "prompt": "x"}',
+    )
+    for body in half:
+        assert post(server, body, "/completions").status_code in (400, 404), body
     for path, status in (("/nothing", 404), ("/../../etc/passwd", 404), ("/models", 405)):
         given = post(server, {}, path)
         assert given.status_code == status and given.json()["error"]["message"]
@@ -315,3 +323,27 @@ def test_sigterm_ends_streams_and_leaves_with_0(folder: Path) -> None:
         assert not any("Traceback" in line for line in server.logged)
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
+
+
+@pytest.mark.slow
+def test_fifty_streams_of_a_real_model() -> None:
+    from shardwise.models.inference import load_for_inference
+
+    name = "smollm2-135m-instruct"
+    model, tokenizer = load_for_inference(name)
+    texts = [f"What is {i} plus {i}?" if i % 2 else f"Write a sentence about the number {i}." for i in range(50)]
+    talks: list[list[Message]] = [[{"role": "user", "content": text}] for text in texts]
+    expected = [reply(model, tokenizer, talk, Sampling(max_tokens=12)).text for talk in talks]
+    assert len(set(expected)) > 25
+    with serving(name) as server:
+        client = server.client(timeout=250)
+
+        def streamed(talk: list[Message]) -> str:
+            chunks = client.chat.completions.create(
+                model=name, messages=talk, max_tokens=12, temperature=0, stream=True
+            )
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+        with ThreadPoolExecutor(50) as pool:
+            assert list(pool.map(streamed, talks)) == expected
+        assert server.stop() == 0

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from shardwise.serve.engine import BUSY, STOPPING, Engine
+from shardwise.serve.engine import BUSY, FAILED, STOPPING, Engine
 from shardwise.serve.models import Models, Served
 from shardwise.serve.prompts import make_asks
 from shardwise.serve.protocol import ChatRequest, Refused, TextRequest, parse
@@ -168,10 +168,9 @@ class Api:
 
     async def _answer(self, request: Request, asked: ChatRequest | TextRequest, kind: str, shape: Shape) -> Response:
         served = self._find(asked.model)
-        if asked.n > self._engine.limits.queue:
-            raise Refused(400, f"n: at most {self._engine.limits.queue}", "n", "invalid_value")
         async with self._tokenizing:  # one at a time: a tokenizer is not made for several threads
-            asks, prompt_tokens = await asyncio.to_thread(make_asks, served, asked, self._policy.max_tokens)
+            limits = self._policy.max_tokens, self._engine.limits.queue
+            asks, prompt_tokens = await asyncio.to_thread(make_asks, served, asked, *limits)
         answer = Answer(Form(served.name, served.tokenizer, kind), shape, asks, Usage(prompt_tokens), False)
         answer.scored = asked.scores is not None
         answer.submit(self._engine)
@@ -330,4 +329,4 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return JSONResponse(Refused(500, "the server met an error of its own; its log has more").body(), 500)
+    return JSONResponse(Refused(500, FAILED).body(), 500)

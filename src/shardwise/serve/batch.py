@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from shardwise.serve import kv
 from shardwise.serve.choose import score
 from shardwise.serve.models import Served
 from shardwise.serve.rows import Row
+
+log = logging.getLogger("shardwise.serve")
 
 
 class Batch:
@@ -31,12 +34,7 @@ class Batch:
         """A token for each row; rows that are over leave."""
         logits = self._forward().float()
         likeliest = logits.argmax(-1).tolist()
-        tokens = []
-        for i, row in enumerate(self.rows):
-            token = likeliest[i] if row.chooser.plain else row.chooser.pick(logits[i : i + 1], row.seen)
-            top = row.ask.top_logprobs
-            row.take(token, None if top is None else score(logits[i], token, top))
-            tokens.append(token)
+        tokens = [_advance(row, logits[i : i + 1], likeliest[i]) for i, row in enumerate(self.rows)]
         self._next = torch.tensor(tokens, device=logits.device)[:, None]
         self._mask = torch.cat([self._mask, self._mask.new_ones((len(self.rows), 1))], dim=1)
         self.drop()
@@ -83,3 +81,16 @@ class Batch:
         )
         logits: torch.Tensor = out.logits[:, -1]
         return logits
+
+
+def _advance(row: Row, logits: torch.Tensor, likeliest: int) -> int:
+    """Gives a row its next token; one that fails does so alone. Logits [1, vocabulary]."""
+    try:
+        token = likeliest if row.chooser.plain else row.chooser.pick(logits, row.seen)
+        top = row.ask.top_logprobs
+        row.take(token, None if top is None else score(logits[0], token, top))
+        return token
+    except Exception:
+        log.exception("a request failed")
+        row.fail(500, "the server could not go on with this answer")
+        return likeliest

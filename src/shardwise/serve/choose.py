@@ -59,7 +59,10 @@ class Chooser:
         changed: Any = self._steps(torch.tensor([seen], device=logits.device), logits)
         if self.sampling.temperature == 0:
             return int(changed.argmax(-1))
-        return int(torch.multinomial(changed.softmax(-1), 1, generator=self._random))
+        shares = changed.softmax(-1)
+        if not torch.isfinite(shares).all():  # settings so extreme that they overflow, and would fail the whole batch
+            return int(logits.argmax(-1))
+        return int(torch.multinomial(shares, 1, generator=self._random))
 
 
 def score(logits: torch.Tensor, token: int, top: int) -> Scored:

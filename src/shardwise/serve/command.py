@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import Interrupted, UserError
 from shardwise.serve.rate import Rate, parse_rate
 
 INSTALL = "pip install 'shardwise[serve]'"
@@ -60,7 +60,10 @@ def serve(options: Options) -> None:
     _need_server()
     listener = bind(options.host, options.port)
     with listener:
-        _run(options, places, key, rate, local, listener)
+        try:
+            _run(options, places, key, rate, local, listener)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped before it was up", 130) from None
 
 
 def _run(

@@ -30,6 +30,7 @@ from shardwise.serve.rows import Ask, Event, Row
 log = logging.getLogger("shardwise.serve")
 
 BUSY = "the server has as many requests as it takes; try again in a moment"
+FAILED = "the server met an error of its own; its log has more"
 STOPPING = "the server is shutting down"
 
 
@@ -97,19 +98,31 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         while True:
-            with self._wake:
-                while not (self._waiting or self._batches or self.stopping):
-                    self._wake.wait()
-                self._sweep()
-                rows = self._admitted()
-                if self.stopping and not (rows or self._batches):
+            try:
+                if not self._turn():
                     return
-            fresh = [Batch(rows[0].ask.served, rows)] if rows else []
-            for batch in [*fresh, *self._batches]:
-                self._guarded([batch], batch.step)
-            for batch in fresh:
-                self._place(batch)
-            self._batches = [batch for batch in self._batches if batch.rows]
+            except Exception:  # a bug of ours, which is to cost the requests at hand and not the server
+                log.exception("a turn failed")
+                for row in [*self._waiting, *(row for batch in self._batches for row in batch.rows)]:
+                    row.fail(500, FAILED)
+                self._waiting, self._batches = deque(), []
+
+    def _turn(self) -> bool:
+        """One step for everyone; False when there is nothing more to do, ever."""
+        with self._wake:
+            while not (self._waiting or self._batches or self.stopping):
+                self._wake.wait()
+            self._sweep()
+            rows = self._admitted()
+            if self.stopping and not (rows or self._batches):
+                return False
+        fresh = [Batch(rows[0].ask.served, rows)] if rows else []
+        for batch in [*fresh, *self._batches]:
+            self._guarded([batch], batch.step)
+        for batch in fresh:
+            self._place(batch)
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return True
 
     def _sweep(self) -> None:
         """Ends requests whose client has left, whose time is up, or that the shutdown cuts short."""
@@ -179,7 +192,7 @@ class Engine:
                 log.exception("a step failed")
             for batch in batches:
                 for row in batch.rows:
-                    row.fail(*((503, "the memory is full; ask for less") if memory else (500, "the model failed")))
+                    row.fail(*((503, "the memory is full; ask for less") if memory else (500, FAILED)))
                 batch.rows = []
 
 

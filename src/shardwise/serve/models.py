@@ -24,8 +24,8 @@ class Served:
     """A model ready to answer: weights, tokenizer and what ends an answer."""
 
     name: str
-    model: Any
-    tokenizer: Any
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
     activate: Callable[[], None] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

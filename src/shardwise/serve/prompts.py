@@ -11,8 +11,11 @@ from shardwise.serve.protocol import ChatRequest, Refused, TextRequest
 from shardwise.serve.rows import Ask
 
 
-def make_asks(served: Served, asked: ChatRequest | TextRequest, limit: int) -> tuple[list[Ask], int]:
+def make_asks(served: Served, asked: ChatRequest | TextRequest, limit: int, most: int) -> tuple[list[Ask], int]:
     """One ask for each answer (`n` for each prompt), and the tokens of all prompts; `Refused` where one will not do."""
+    count = asked.n * (1 if isinstance(asked, ChatRequest) else len(asked.prompts))
+    if count > most:
+        raise Refused(400, f"n: {count} answers are asked for at once, and {most} are the most", "n", "invalid_value")
     if isinstance(asked, ChatRequest):
         prompts = [_conversation(served, asked)]
     else:
@@ -66,7 +69,10 @@ def _conversation(served: Served, asked: ChatRequest) -> list[int]:
 
 def _text(served: Served, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-        return text_ids(served.tokenizer, prompt)
+        try:
+            return text_ids(served.tokenizer, prompt)
+        except (TypeError, ValueError) as error:
+            raise Refused(400, f"prompt: is no text ({error})", "prompt", "invalid_value") from None
     words = served.model.get_input_embeddings().num_embeddings
     if not all(0 <= token < words for token in prompt):
         raise Refused(400, f"prompt: token ids go from 0 to {words - 1}", "prompt", "invalid_value")

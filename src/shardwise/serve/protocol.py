@@ -23,13 +23,15 @@ class Refused(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None, wait: int | None = None
     ) -> None:
         super().__init__(message)
+        param = None if param is None else param.encode("utf-8", "replace").decode()
         self.status, self.param, self.code, self.wait = status, param, code, wait
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI writes it."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        message = str(self).encode("utf-8", "replace").decode()  # it may quote half a character of the request
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class _Strict(BaseModel):
