@@ -187,7 +187,7 @@ def test_a_client_that_leaves_frees_its_row(tokenizer: Any) -> None:
         row, first = submit(engine, question(served, "Hi", Sampling(max_tokens=50_000)))
         _, second = submit(engine, question(served, "Hi", Sampling(max_tokens=2)))
         first.next()
-        assert engine.load() == (1, 1)
+        wait_until(lambda: engine.load() == (1, 1))
         row.cancelled = True
         assert second.end() == Ended("length", 2)
         wait_until(lambda: engine.load() == (0, 0))

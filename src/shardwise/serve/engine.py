@@ -53,6 +53,7 @@ class Engine:
         self.limits = limits
         self._joins = {served: _checked(served) for served in models}
         self._waiting: deque[Row] = deque()
+        self._starting: list[Row] = []
         self._batches: list[Batch] = []
         self._per_token = {served: _bytes_per_token(served) for served in models}
         self._memory = limits.memory * min(_free_memory(served) for served in models)
@@ -93,7 +94,10 @@ class Engine:
 
     def load(self) -> tuple[int, int]:
         """How many requests are being answered, and how many wait."""
-        return sum(len(batch.rows) for batch in self._batches), len(self._waiting)
+        return len(self._under_way()), len(self._waiting)
+
+    def _under_way(self) -> list[Row]:
+        return [*self._starting, *(row for batch in self._batches for row in batch.rows)]
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -103,9 +107,9 @@ class Engine:
                     return
             except Exception:  # a bug of ours, which is to cost the requests at hand and not the server
                 log.exception("a turn failed")
-                for row in [*self._waiting, *(row for batch in self._batches for row in batch.rows)]:
+                for row in [*self._waiting, *self._under_way()]:
                     row.fail(500, FAILED)
-                self._waiting, self._batches = deque(), []
+                self._waiting, self._starting, self._batches = deque(), [], []
 
     def _turn(self) -> bool:
         """One step for everyone; False when there is nothing more to do, ever."""
@@ -113,12 +117,14 @@ class Engine:
             while not (self._waiting or self._batches or self.stopping):
                 self._wake.wait()
             self._sweep()
-            rows = self._admitted()
-            if self.stopping and not (rows or self._batches):
+            self._starting = self._admitted()
+            if self.stopping and not self._under_way():
                 return False
+        rows = self._starting
         fresh = [Batch(rows[0].ask.served, rows)] if rows else []
         for batch in [*fresh, *self._batches]:
             self._guarded([batch], batch.step)
+        self._starting = []
         for batch in fresh:
             self._place(batch)
         self._batches = [batch for batch in self._batches if batch.rows]
@@ -127,8 +133,7 @@ class Engine:
     def _sweep(self) -> None:
         """Ends requests whose client has left, whose time is up, or that the shutdown cuts short."""
         cut = self._stopping is not None and time.monotonic() > self._stopping
-        running = [row for batch in self._batches for row in batch.rows]
-        for row in [*self._waiting, *running]:
+        for row in [*self._waiting, *self._under_way()]:
             if row.cancelled:
                 row.over = True
             elif cut or (self.stopping and row in self._waiting):
