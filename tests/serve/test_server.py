@@ -326,6 +326,7 @@ def test_sigterm_ends_streams_and_leaves_with_0(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_fifty_streams_of_a_real_model() -> None:
     from shardwise.models.inference import load_for_inference
 
@@ -336,7 +337,7 @@ def test_fifty_streams_of_a_real_model() -> None:
     expected = [reply(model, tokenizer, talk, Sampling(max_tokens=12)).text for talk in talks]
     assert len(set(expected)) > 25
     with serving(name) as server:
-        client = server.client(timeout=250)
+        client = server.client(timeout=600)
 
         def streamed(talk: list[Message]) -> str:
             chunks = client.chat.completions.create(
