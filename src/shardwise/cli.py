@@ -179,6 +179,7 @@ def export(
     "shardwise chat out/run",
     'shardwise chat my-model --prompt "What does ZeRO stage 3 shard?"',
     "shardwise chat smollm2-135m-instruct --temperature 0.7 --seed 1",
+    "shardwise chat out/run --compare smollm2-135m-instruct",
     "cat questions.txt | shardwise chat out/run",
 ))  # fmt: skip
 def chat(
@@ -191,6 +192,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Another model that answers the same questions.")
+    ] = None,
     changed_tokenizer: Annotated[
         bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
     ] = False,
@@ -202,9 +206,49 @@ def chat(
     from shardwise.serve.chat import chat as run_chat
     from shardwise.serve.generate import Sampling
 
-    loaded, tokenizer = load_for_inference(model, changed_tokenizer)
+    def load(name: str) -> tuple[Any, Any]:
+        return load_for_inference(name, changed_tokenizer)
+
+    loaded, tokenizer = load(model)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model)
+    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model, load, compare)
+
+
+@app.command(epilog=_examples(
+    "shardwise serve out/run",
+    "shardwise serve base=smollm2-135m-instruct tuned=out/run --port 8080",
+    "MY_KEY=… shardwise serve out/run --host 0.0.0.0 --api-key-env MY_KEY --rate 60/min",
+))  # fmt: skip
+def serve(
+    model: Annotated[list[str], typer.Argument(metavar="[NAME=]MODEL…", help="What `chat` takes, one or several.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; elsewhere than here needs a key or --open.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the key that clients must send.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer a request may ask for.")] = 4096,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Answers computed at once; others wait.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Answers that may wait; beyond that, 503.")] = 256,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take, waiting included.")] = 600,
+    rate: Annotated[str | None, typer.Option(metavar="N/min", help="Requests per client; beyond that, 429.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests; default: its folder's.")] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Listen elsewhere than here without a key.")] = False,
+    engine: Annotated[str, typer.Option(help="auto (vLLM if installed and a GPU), vllm or transformers.")] = "auto",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    changed_tokenizer: Annotated[
+        bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
+    ] = False,
+) -> None:
+    """Serve models over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /v1/models."""
+    from shardwise.serve.command import Options
+    from shardwise.serve.command import serve as run_server
+
+    run_server(Options(
+        model, host, port, api_key_env, max_tokens, max_concurrent, queue, timeout, rate, name, open_, engine,
+        log_prompts, changed_tokenizer,
+    ))  # fmt: skip
 
 
 @app.command("eval", epilog=_examples(
