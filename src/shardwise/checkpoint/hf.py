@@ -41,9 +41,11 @@ def export_checkpoint(
     say: Callable[[str], None] = lambda _: None,
     verified: bool = False,
     changed_tokenizer: bool = False,
+    finish: Callable[[Path], None] = lambda _: None,
 ) -> Path:
     """Writes a folder that `transformers` loads; the folder appears whole or not at all.
 
+    `finish` may add to the folder, or raise to have none, before it appears.
     Unless `changed_tokenizer`, the checkpoint's tokenizer must still give the tokens that the model was trained on.
     """
     target = Path(os.path.abspath(target.expanduser()))  # "." has a name too
@@ -56,6 +58,7 @@ def export_checkpoint(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         _write_folder(checkpoint, partial, _dtype(checkpoint, dtype), shard_size, say)
+        finish(partial)
         _replace(target, partial)
     except (OSError, SafetensorError) as error:
         problem = f"cannot be written ({getattr(error, 'strerror', None) or error})"

@@ -435,6 +435,11 @@ class Export(Section):
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(default="auto", description="auto = as the original weights")
     shard_size: Size = Field(default=4 << 30, ge=1, description="largest safetensors file, e.g. 4GiB")
+    check: Literal["auto"] | bool = Field(
+        default="auto",
+        description="compare the folder with the trained model before it appears; auto = up to 2B parameters that fit "
+        "in memory",
+    )
 
 
 class Log(Section):

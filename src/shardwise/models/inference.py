@@ -13,6 +13,7 @@ from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
 from shardwise.models.source import find_model
+from shardwise.models.tasks import auto_class, task_of
 
 
 def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any, Any]:
@@ -35,7 +36,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
-        return _from_checkpoint(checkpoint).to(device).eval(), tokenizer
+        return from_checkpoint(checkpoint).to(device).eval(), tokenizer
     source = find_model(Model(name=str(path) if path.exists() else name))
     assert source.weights is not None
     tokenizer = source.load_tokenizer()
@@ -55,13 +56,14 @@ def _has_checkpoint(path: Path) -> bool:
     return (path / "state").is_dir() or bool(list_checkpoints(path) or list_checkpoints(path / "checkpoints"))
 
 
-def _from_checkpoint(checkpoint: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def from_checkpoint(checkpoint: Path) -> Any:
+    """The trained model in fp32 on the CPU, as its checkpoint holds it."""
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(checkpoint / MODEL)
     config.use_cache = True
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(task_of(config)).from_config(config, dtype=torch.float32)
     persistent = set(model.state_dict().keys())
     tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
     load_tensors(checkpoint, {PREFIX + n: t for n, t in tensors.items()}, None)
-    return model
+    return model.eval()

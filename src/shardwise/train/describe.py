@@ -151,6 +151,8 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     console.print(
         f"  model    {result.model}   (talk to it: shardwise chat {shlex.quote(str(job.output))})", highlight=False
     )
+    if result.check:
+        console.print(f"  check    {result.check}", highlight=False, markup=False)
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)
     console.print(f"  metrics  {job.output / 'metrics.jsonl'}", highlight=False)
 
