@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from support.tiny import tokenizer_folder
+from support.tiny import PAIRS, tokenizer_folder
 
 SIZES = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -64,8 +65,57 @@ def family_folder(root: Path, name: str) -> Path:
         torch.manual_seed(0)
         model = auto_class(task_of(config)).from_config(config)
         with torch.no_grad():
+            matrix = 0.02 if name == "t5" else 0.15  # T5 does not scale its attention, which would saturate
             for parameter in model.parameters():  # norms of 1 and biases of 0 would hide mistakes
-                parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.15))
+                parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else matrix))
         write_plain(model, folder)
         tokenizer_folder(folder)
     return folder
+
+
+def spm_tokenizer(folder: Path) -> Any:
+    """A tokenizer as those made from SentencePiece are: words with ▁, bytes for the rest, every split of a word."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=900, show_progress=False))
+    known = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(word for word, _ in known)]
+    ids = {word: index for index, word in enumerate(words)}
+    merges = [
+        (word[:cut], word[cut:])
+        for word, _ in known
+        for cut in range(1, len(word))
+        if word[:cut] in ids and word[cut:] in ids
+    ]
+    raw = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder)
+    return fast
+
+
+def unigram_tokenizer(folder: Path) -> Any:
+    """A tokenizer as T5's is."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "</s>", "<unk>"]
+    raw = Tokenizer(models.Unigram())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=500, special_tokens=special, unk_token="<unk>", show_progress=False)
+    raw.train_from_iterator(texts(), trainer)
+    raw.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder)
+    return fast
+
+
+def texts() -> list[str]:
+    """What tokenizers are trained on."""
+    return [m["content"] for line in PAIRS.read_text().splitlines() for m in json.loads(line)["messages"]]

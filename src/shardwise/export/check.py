@@ -50,10 +50,10 @@ BOUNDS = {
     "fp16": Bound(5e-4, 0.05),
     "f16": Bound(5e-4, 0.05),
     "bf16": Bound(4e-3, 0.1),
-    "q8_0": Bound(4.1e-3, 0.15),
+    "q8_0": Bound(4.5e-3, 0.15),
     "q5_1": Bound(0.034, 0.6),
     "q5_0": Bound(0.064, 0.6),
-    "q4_1": Bound(0.068, 0.9),
+    "q4_1": Bound(0.069, 0.9),
     "q4_0": Bound(0.13, 0.9),
 }
 SMALL = 1e-6  # what an offset by one costs a number in fp32 (norms that are stored as 1 + weight), and then some

@@ -148,7 +148,7 @@ def write_gguf(plan: Plan, target: Path, name: str, say: Callable[[str], None] =
     config = plan.source.config
     extra = [(made, tensor.numpy()) for made, tensor in rope_tensors(config)]
     writer = gguf.GGUFWriter(target, plan.family.arch)
-    writer.add_name("Mistral" if name == "mistral" else name)  # transformers (5.17) fails on a file of that very name
+    writer.add_name(_harmless(name, plan.vocabulary))
     writer.add_file_type(gguf.LlamaFileType[KINDS[plan.kind][1]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in plan.family.settings(config).items():
@@ -174,6 +174,15 @@ def write_gguf(plan: Plan, target: Path, name: str, say: Callable[[str], None] =
         writer.write_tensor_data(_encoded(held[1].pop(one.name), one))
     writer.close()
     say(f"wrote {len(plan.tensors)} tensors")
+
+
+def _harmless(name: str, words: Vocabulary) -> str:
+    """Some readers take a file's name for more than a name: transformers (5.17) fails on one called mistral, and
+    llama.cpp looks for Phi-3's own tokens in one that has phi3 in it."""
+    phi = "phi3" in name.lower() or "phi-3" in name.lower()
+    if phi and not {"<unk>", "<s>", "<|endoftext|>"} <= set(words.tokens):
+        return "model"
+    return "Mistral" if name == "mistral" else name
 
 
 def _packed(kind: Any) -> bool:
