@@ -142,10 +142,17 @@ def data(
     "shardwise export out/run my-model",
     "shardwise export out/run/checkpoints/step-00000200 my-model --dtype bf16 --shard-size 2GiB",
     "shardwise export out/lora my-model --merged",
+    "shardwise export out/run my-model.gguf --gguf q8_0",
+    "shardwise export out/run my-model --push owner/name --private",
 ))  # fmt: skip
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A run's output folder (newest checkpoint) or a checkpoint.")],
-    target: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run's output folder (newest checkpoint) or a checkpoint; for --gguf also a model."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="The Hugging Face folder to write, or the .gguf file.")],
     dtype: Annotated[str, typer.Option(help="auto (as the original weights), bf16, fp16 or fp32.")] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "4GiB",
     overwrite: Annotated[bool, typer.Option(help="Replace the target if it exists.")] = False,
@@ -153,13 +160,25 @@ def export(
         bool, typer.Option("--changed-tokenizer", help="Go on if the tokenizer changed.")
     ] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Of an adapter run: base and adapter as one model.")] = False,
+    gguf: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Write a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0."),
+    ] = None,
+    check: Annotated[
+        bool | None, typer.Option(help="Compare with the trained model; default: where it fits in memory.")
+    ] = None,
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the hub's repository private.")] = False,
 ) -> None:
-    """Write a checkpoint as a standard Hugging Face folder, streamed in bounded memory.
+    """Write a checkpoint as a Hugging Face folder or a GGUF file, compared with the trained model, with a card.
 
     Of an adapter run it is the adapter, as PEFT writes it.
     """
-    from shardwise.checkpoint.hf import DTYPES, export_checkpoint, find_checkpoint
+    from shardwise.checkpoint.hf import DTYPES, find_checkpoint
     from shardwise.config.units import parse_size
+    from shardwise.export.command import Check, export_folder, export_gguf
+    from shardwise.export.hub import check_hub
+    from shardwise.export.hub import push as push_to_hub
 
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError("--dtype", dtype, "is not known", f"use auto, {', '.join(DTYPES)}")
@@ -169,10 +188,32 @@ def export(
             raise ValueError("must be above 0")
     except ValueError as error:
         raise UserError("--shard-size", shard_size, str(error), "write e.g. 4GiB") from None
-    found = find_checkpoint(checkpoint)
-    _say(f"exporting {found}")
-    export_checkpoint(found, target, dtype, size, overwrite, _say, changed_tokenizer=changed_tokenizer, merged=merged)
+    if private and push is None:
+        raise UserError("--private", None, "has no effect without --push", "add --push owner/name, or leave it out")
+    hub = check_hub(push) if push is not None else None
+    wanted: Check = "auto" if check is None else check
+    if gguf is not None:
+        if dtype != "auto":
+            raise UserError("--dtype", dtype, "is for Hugging Face folders", f"leave it out: --gguf {gguf} is the type")
+        done = export_gguf(checkpoint, target, gguf, overwrite, _say, changed_tokenizer, wanted)
+    else:
+        found = find_checkpoint(Path(checkpoint).expanduser())
+        _say(f"exporting {found}")
+        done = export_folder(
+            found,
+            target,
+            dtype,
+            size,
+            overwrite,
+            _say,
+            changed_tokenizer=changed_tokenizer,
+            check=wanted,
+            merged=merged,
+        )
+    _say(done.checked or "not checked")
     print(f"the model lies in {target}")
+    if push is not None:
+        print(f"pushed to {push_to_hub(hub, done.path, push, private, done.card)}")
 
 
 @app.command(epilog=_examples(

@@ -455,6 +455,11 @@ class Export(Section):
     checkpoint: Literal["last", "best"] = Field(
         default="last", description="which checkpoint is exported: the last, or the best by checkpoint.best"
     )
+    check: Literal["auto"] | bool = Field(
+        default="auto",
+        description="compare the folder with the trained model before it appears; auto = up to 2B parameters that fit "
+        "in memory",
+    )
 
 
 class Log(Section):

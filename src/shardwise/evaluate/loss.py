@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.adapters.apply import Adapted
 from shardwise.config.resolve import purpose_of, resolve_machine, resolve_objective
 from shardwise.config.schema import Data, Offload, Parallel, Refine, Run
 from shardwise.data.loader import Loader, make_loader
@@ -30,8 +31,9 @@ from shardwise.objectives.make import make_objective
 from shardwise.serve.generate import context_length
 from shardwise.train.heldout import evaluation_of, summed_losses
 from shardwise.train.job import Job
-from shardwise.train.setup import _check as keeps_apart
+from shardwise.train.setup import check_documents
 
+UNTRAINED = Adapted(0, 0, 0, 0, None, (), None)
 ALONE = ("causal", "seq2seq", "masked", "classify")  # objectives that need no model besides the one that is measured
 
 
@@ -72,7 +74,7 @@ def measure_loss(
     data, held_out = _data(task, run)
     prepared = _prepared(data, tokenizer, run, vocabulary)
     source = ModelSource(name, model.config, None, name, task=task_of(model.config))
-    job = Job(run, {}, source, tokenizer, prepared, 0, Path(run.output))
+    job = Job(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
     stores = [one.held_out if held_out else one.store for one in prepared.train]
     names = source_names(data.train)
     loader = make_loader(
@@ -85,7 +87,7 @@ def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, 
     whole: Any = Whole(model)
     world: Any = Alone(model.device)
     notes: list[str] = []
-    objective = make_objective(job, world, whole, keeps_apart(whole, vocabulary, job, world, notes.append))
+    objective = make_objective(job, world, whole, check_documents(whole, vocabulary, job, world, notes.append))
     micro, parts = int(job.run.train.micro_batch_size), []
     advance = bar(-(-loader.epoch_sequences() // micro))
 

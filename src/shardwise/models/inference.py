@@ -51,7 +51,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool =
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
-        return _from_checkpoint(checkpoint, device).eval(), tokenizer
+        return from_checkpoint(checkpoint, device).eval(), tokenizer
     if is_adapter(path):
         return _with_adapter(path, device, changed_tokenizer)
     source = find_model(Model(name=str(path) if path.exists() else name))
@@ -101,7 +101,8 @@ def _with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> 
     return model, tokenizer
 
 
-def _from_checkpoint(checkpoint: Path, device: str) -> Any:
+def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
+    """The trained model in fp32, as its checkpoint holds it; what is not in there comes from its base."""
     from transformers import AutoConfig
 
     if holds_adapter(checkpoint):

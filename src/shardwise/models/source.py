@@ -214,7 +214,7 @@ def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, str]]:
     """What transformers must be told to read a GGUF file; what goes wrong with that is the file's."""
     try:
         # Its bar over the tensors is tqdm's own, which writes to stderr and cannot be turned off from outside.
-        with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
             yield {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     except Exception as error:
         problem = f"transformers cannot read this GGUF file ({_first_line(error)})"
@@ -238,7 +238,7 @@ def converted_folder(source: ModelSource) -> Path:
     def make(folder: Path) -> None:
         where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
         try:
-            with _quiet():
+            with quiet():
                 model, report = auto_class(source.task).from_pretrained(
                     source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
                 )
@@ -272,7 +272,7 @@ def _check_complete(report: dict[str, Any], source: ModelSource, new: set[str]) 
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps transformers' own report and progress bar off the terminal: what matters in them we say ourselves."""
     from transformers.utils import logging
 

@@ -177,6 +177,8 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     console.print(f"done: {result.step} steps, {loss}{held}")
     talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
     console.print(f"  model    {result.model}{talk}", highlight=False)
+    if result.check:
+        console.print(f"  check    {result.check}", highlight=False, markup=False)
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)
     console.print(f"  metrics  {job.output / 'metrics.jsonl'}", highlight=False)
 

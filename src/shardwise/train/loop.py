@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.hf import export_checkpoint
 from shardwise.checkpoint.store import step_folder
 from shardwise.data.ahead import Ahead
 from shardwise.data.loader import StepBatch
 from shardwise.errors import RunFailed
+from shardwise.export.command import SOON, export_folder
+from shardwise.export.facts import write_data
 from shardwise.models.attention import fast_attention
 from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.curve import write_curve_html
@@ -182,17 +183,19 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     """On the main rank: the Hugging Face folder, the curve and a summary beside them."""
     job = parts.job
     target = job.output / "model"
-    export_checkpoint(
-        checkpoint, target, job.run.export.dtype, job.run.export.shard_size, overwrite=True, verified=True
-    )
-    if job.run.export.merged:
-        whole = (job.run.export.dtype, job.run.export.shard_size)
-        export_checkpoint(checkpoint, job.output / "merged", *whole, overwrite=True, verified=True, merged=True)
+    write_data(job)
+    export = job.run.export
+    shape = (export.dtype, export.shard_size)
+    how: dict[str, Any] = {"overwrite": True, "verified": True, "check": export.check, "most": SOON}
+    exported = export_folder(checkpoint, target, *shape, **how)
+    if export.merged:
+        exported = export_folder(checkpoint, job.output / "merged", *shape, **how, merged=True)
     records = read_metrics(job.output / "metrics.jsonl")
     write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
     # From the records, not the outcome: a run that was finished before has no losses of its own.
     losses = {record["kind"]: record["loss"] for record in records}
     summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
+    summary |= {"check": exported.checked}
     summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
     summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}
     (job.output / "result.json").write_text(json.dumps(summary, indent=1))
