@@ -12,12 +12,14 @@ from shardwise.engine import _check
 from shardwise.errors import UserError
 
 
-@pytest.mark.parametrize("kind", ["instance", "function"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [("function", 1), ("instance", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("instance", 0), ("instance", 1), ("instance", 2), ("function", 3),
+    ])],
+)  # fmt: skip
 def test_own_loop(kind: str, zero: int, tmp_path: Path) -> None:
     """Accumulation 2, clipping; two ranks equal one; then go on from the checkpoint on one rank at another stage."""
-    if kind == "function" and zero not in (1, 3):
-        pytest.skip("one function run per kind of sharding is enough")
     config = {"parallel": {"zero": zero}, "accumulate": 2, "clip": 0.5}
     one = run_ranks(scenarios.own_loop, 1, config | {"parallel": {"zero": 2}}, str(tmp_path / "one"), kind, 12, False)[
         0

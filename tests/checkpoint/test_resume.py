@@ -98,7 +98,10 @@ def test_stopped_with_everything_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="ctrl-c"), pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow)],
+)
 def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     """Saves and leaves; the same command finishes the run, losing and repeating nothing."""
     tokenizer_folder(tmp_path / "tokenizer")
@@ -117,7 +120,9 @@ def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     assert sorted(cli.losses(tmp_path / "out")) == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize(("ranks", "zero", "shard"), [(2, 1, None), (1, 0, None), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "zero", "shard"), [(2, 1, None), pytest.param(1, 0, None, marks=pytest.mark.slow), (4, 2, 2)]
+)
 def test_go_on_elsewhere(tmp_path: Path, ranks: int, zero: int, shard: int | None) -> None:
     """Saved by four ranks at stage 3; goes on with other ranks and stages, no conversion, same losses."""
     tokenizer_folder(tmp_path / "tokenizer")

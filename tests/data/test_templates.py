@@ -138,9 +138,11 @@ def test_learned_tokens_are_the_answers_and_their_ends(name: str, kind: str) -> 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blanks_at_the_edges_are_lost_only_to_a_token_of_the_prompt(name: str) -> None:
     rng, family, tokenizer = random.Random(f"blanks {name}"), FAMILIES[name], family_tokenizer(name, "smollm2")
-    for _ in range(20):
-        messages = conversation(rng, name)
-        runs = learned(tokenizer, one(tokenizer, chat(messages)))
+    conversations = [conversation(rng, name) for _ in range(20)]
+    documents = Renderer(tokenizer, "assistant", FIELD).render([chat(messages) for messages in conversations])
+    for messages, document in zip(conversations, documents, strict=True):
+        assert isinstance(document, Document)
+        runs = learned(tokenizer, document)
         expected = [family.turn(messages, i) for i in answers(messages)]
         assert len(runs) == len(expected)
         for run, turn in zip(runs, expected, strict=True):

@@ -33,7 +33,15 @@ def reference(folder: str) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED, GPT2, MIXTRAL], ids=["llama", "tied", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(LLAMA, marks=pytest.mark.slow, id="llama"),
+        pytest.param(TIED, id="tied"),
+        pytest.param(GPT2, marks=pytest.mark.slow, id="gpt2"),
+        pytest.param(MIXTRAL, id="mixtral"),
+    ],
+)
 def test_equal_to_transformers(config: dict, tmp_path: Path) -> None:
     """Mixtral's files name single experts and need transformers' conversion; the others are read as they are."""
     folder = saved_model(tmp_path / "model", config)

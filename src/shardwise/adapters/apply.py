@@ -15,7 +15,8 @@ from torch import nn
 
 from shardwise.adapters.layers import features, is_added
 from shardwise.adapters.plan import Plan, attach, plan_method
-from shardwise.adapters.targets import find_parameters, inside, linear_modules, uncovered
+from shardwise.adapters.quantized import quantize_linears
+from shardwise.adapters.targets import find_parameters, inside, uncovered
 from shardwise.config.methods import Full, Lora, Qlora
 from shardwise.config.resolve import task_wanted
 from shardwise.errors import UserError
@@ -55,10 +56,8 @@ def apply_method(model: Any, run: Run) -> Adapted:
         left_out = uncovered(model, [*plan.targets, *plan.whole]) if isinstance(method, Lora) else ()
         shapes = {name: features(model.get_submodule(name)) for name in plan.targets}
         if isinstance(method, Qlora):
-            from shardwise.adapters.quantized import quantize_linears  # type: ignore[import-not-found]
-
-            names = [name for name in linear_modules(model) if not inside(name, plan.whole)]
-            quantize_linears(model, names, method.bits, method.double)
+            whole = plan.whole
+            quantize_linears(model, lambda name, _: not inside(name, whole), method.bits, method.double)
         model.requires_grad_(False)
         attach(model, plan, shapes)
         for name in plan.whole:

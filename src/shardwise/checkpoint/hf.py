@@ -51,11 +51,13 @@ def export_checkpoint(
     verified: bool = False,
     changed_tokenizer: bool = False,
     merged: bool = False,
+    finish: Callable[[Path], None] = lambda _: None,
 ) -> Path:
     """Writes a folder that `transformers` loads; the folder appears whole or not at all.
 
-    Of an adapter run it is PEFT's folder of the adapter, or with `merged` the whole model. Unless `changed_tokenizer`,
-    the checkpoint's tokenizer must still give the tokens that the model was trained on.
+    Of an adapter run it is PEFT's folder of the adapter, or with `merged` the whole model. `finish` may add to the
+    folder, or raise to have none, before it appears. Unless `changed_tokenizer`, the checkpoint's tokenizer must still
+    give the tokens that the model was trained on.
     """
     target = Path(os.path.abspath(target.expanduser()))  # "." has a name too
     _check_target(target, checkpoint, overwrite)
@@ -72,6 +74,7 @@ def export_checkpoint(
             write_adapter(checkpoint, partial, None if dtype == "auto" else DTYPES[dtype])
         else:
             _write_folder(checkpoint, partial, _dtype(checkpoint, dtype), shard_size, say)
+        finish(partial)
         _replace(target, partial)
     except (OSError, SafetensorError) as error:
         problem = f"cannot be written ({getattr(error, 'strerror', None) or error})"

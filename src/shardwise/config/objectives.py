@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from shardwise.config.section import Section
+from shardwise.config.section import Clash, Section
 from shardwise.config.units import Count, Number, Positive, Share
 
 Purpose = Literal["causal", "seq2seq", "masked", "classify", "preference", "kto"]
@@ -74,6 +74,13 @@ class Distill(Section):
     weight: Share = Field(default=0.5, gt=0, le=1, description="share of the teacher's loss; the rest is the plain one")
     top_k: Count | None = Field(default=None, description="match the teacher's k likeliest tokens; default: all")
     cache: bool = Field(default=False, description="ask the teacher once and store its top_k; needs top_k")
+
+    @model_validator(mode="after")
+    def _has_what_to_store(self) -> Distill:
+        if self.cache and self.top_k is None:
+            problem = "stores the teacher's likeliest tokens, but top_k does not say how many"
+            raise Clash("cache", problem, "set top_k, for example 64, or leave cache out")
+        return self
 
 
 OBJECTIVES = {

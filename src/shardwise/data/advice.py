@@ -83,6 +83,8 @@ def warnings(bill: Bill) -> list[Notice]:
 
 def _learned(source: SourceBill, bill: Bill) -> list[Notice]:
     share, counted = source.learned_share, f"{source.supervised:,} of {source.tokens:,} tokens"
+    if bill.purpose in ("masked", "classify"):
+        return []  # what is learned is no part of the tokens there
     if share < LEAST_LEARNED:
         text = f"only {_percent(share)} of its tokens are learned ({counted}): most of the computing goes into prompts"
         return [Notice("learned", source.name, f"{text}; look at the preview for answers that are cut off or missing")]
@@ -107,7 +109,8 @@ def _left_out(source: SourceBill) -> list[Notice]:
 
 def _long(source: SourceBill, bill: Bill) -> list[Notice]:
     longest = source.longest or source.percentile(1.0)
-    split = bill.over_length == "split" or (bill.over_length is None and source.format == "text")
+    splits = source.format == "text" or bill.purpose == "masked"
+    split = bill.over_length == "split" or (bill.over_length is None and splits)
     if split or longest <= FAR * bill.sequence_length:
         return []
     most = source.percentile(0.999)
@@ -119,7 +122,8 @@ def _long(source: SourceBill, bill: Bill) -> list[Notice]:
 
 def _packing(bill: Bill) -> list[Notice]:
     packing = bill.packing
-    if not packing.sequences or packing.efficiency >= LEAST_FULL:
+    one_a_row = bill.purpose in ("seq2seq", "masked", "classify")
+    if not packing.sequences or packing.efficiency >= LEAST_FULL or one_a_row:
         return []
     full, mean = _percent(packing.efficiency), packing.tokens / max(1, packing.documents)
     text = f"sequences are {full} full, the rest is padding"

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Source
 
 VERSION = 1  # of the JSON; raised when a key changes its meaning or goes
@@ -184,6 +185,7 @@ class Bill:
     template: str | None  # fingerprint of tokenizer and chat template
     loss_on: str
     over_length: str | None
+    purpose: Purpose = "causal"
 
     @property
     def sequence_length(self) -> int:
@@ -202,6 +204,7 @@ class Bill:
             "sequence_length": self.sequence_length,
             "loss_on": self.loss_on,
             "over_length": self.over_length,
+            "purpose": self.purpose,
             "train": [source.to_json() for source in self.train],
             "eval": [source.to_json() for source in self.eval],
             "packing": self.packing.to_json(),

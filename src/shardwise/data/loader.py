@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class MicroBatch:
     source_count: int = 1
     documents: Documents | None = None  # of packed rows
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Self:
         """The same on a device."""
         moved: dict[str, Any] = {
             f.name: part.to(device, non_blocking=True)
@@ -101,6 +101,7 @@ class Loader:
     ) -> None:
         self.sources, self.layout, self.seed = tuple(sources), layout, seed
         self.sequence_length, self.packing = sequence_length, packing
+        self._head = getattr(layout, "head", 0)  # of each document, in its length and no token
         self._stop = threading.Event()
         self._mixture = Mixture(self.sources, window, seed, temperature, self._stop)
         self._marks = [_Mark(0, 0, 0, self._mixture.start, np.empty(0, dtype=DOCUMENT), 0, 0)]
@@ -159,7 +160,7 @@ class Loader:
         return StepBatch(
             mine,
             int(units.sum()),
-            int(documents["length"].sum()),
+            int(documents["length"].sum()) - self._head * len(documents),
             self._progress(position + batch_size),
             tuple(int(n) for n in by_source),
         )
@@ -194,7 +195,7 @@ class Loader:
         number, mark = len(self._marks) - 1, self._marks[-1]
         packed, taken, carry, ended = self._pack(mark)
         self._keep(number, packed)
-        tokens = mark.tokens + int(packed.documents["length"].sum())
+        tokens = mark.tokens + int(packed.documents["length"].sum()) - self._head * len(packed.documents)
         position, documents = mark.position + len(packed), mark.documents + len(packed.documents)
         if not ended:
             self._marks.append(_Mark(mark.epoch, mark.window + 1, position, taken, carry, documents, tokens))
@@ -221,7 +222,7 @@ class Loader:
         documents, taken, ended = self._mixture.window(mark.epoch, mark.taken)
         rng = sequence_order(self.seed, mark.epoch, mark.window)
         together = np.concatenate([mark.carry, documents])
-        packed, carry = pack(together, self.sequence_length, self.packing, rng, last=ended)
+        packed, carry = pack(together, self.sequence_length + self._head, self.packing, rng, last=ended)
         return packed, taken, carry, ended
 
     def _progress(self, position: int) -> float:

@@ -26,17 +26,18 @@ from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource, find_model
-from shardwise.models.tasks import auto_class, task_of
+from shardwise.models.tasks import auto_class, check_talks, task_of
 
 ADAPTER = "adapter"  # what the adapter of a folder is called on its base
 
 
-def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any, Any]:
+def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool = True) -> tuple[Any, Any]:
     """Model and tokenizer, on the GPU if there is one, else in fp32 on the CPU.
 
-    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`.
+    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`; a model that cannot
+    write, if it `talks`.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(name).expanduser()
@@ -45,13 +46,17 @@ def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any,
     if not _is_model(path) and path.is_dir() and _has_checkpoint(path):
         checkpoint = find_checkpoint(path)
         check_whole(checkpoint)
+        if talks:
+            check_talks(AutoConfig.from_pretrained(checkpoint / MODEL), name)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
-        return _from_checkpoint(checkpoint, device).eval(), tokenizer
+        return from_checkpoint(checkpoint, device).eval(), tokenizer
     if is_adapter(path):
         return _with_adapter(path, device, changed_tokenizer)
     source = find_model(Model(name=str(path) if path.exists() else name))
+    if talks:
+        check_talks(source.config, name)
     tokenizer = source.load_tokenizer()
     if not changed_tokenizer:
         check_fingerprint(Path(source.tokenizer), tokenizer)
@@ -96,7 +101,8 @@ def _with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> 
     return model, tokenizer
 
 
-def _from_checkpoint(checkpoint: Path, device: str) -> Any:
+def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
+    """The trained model in fp32, as its checkpoint holds it; what is not in there comes from its base."""
     from transformers import AutoConfig
 
     if holds_adapter(checkpoint):

@@ -34,6 +34,11 @@ def _names(task: Task) -> tuple[set[str], set[str]]:
     return set(table), names
 
 
+def class_names(task: Task) -> set[str]:
+    """Names of the classes that can do a task."""
+    return _names(task)[1]
+
+
 def task_of(config: Any) -> Task:
     """What the class that a config names is for; causal where it names none that we know."""
     classes = set(config.architectures or [])
@@ -43,16 +48,26 @@ def task_of(config: Any) -> Task:
     return "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
 
 
+def check_talks(config: Any, label: str) -> None:
+    """Refuses to talk to a model that does not go on with a text."""
+    if (task := task_of(config)) != "causal":
+        what = (config.architectures or [config.model_type])[0]
+        problem = f"is {CLASSES[task][2]} ({what}), which cannot be talked to"
+        remedy = f"load it with transformers' {CLASSES[task][0]}, or give a causal model"
+        raise UserError("model", label, problem, remedy)
+
+
 def check_task(config: Any, task: Task, label: str) -> None:
     """Refuses a model whose files are of another class; a body without a head (or another one) may get a new head."""
     kinds, names = _names(task)
     auto, _, called = CLASSES[task]
     kind, classes = config.model_type, config.architectures or []
     custom = auto in (getattr(config, "auto_map", None) or {})
+    fitting = next((t for t in CLASSES if set(classes) & _names(t)[1]), None)
     other = classes and not names & set(classes) and not custom and task != "classify"
-    if (kind not in kinds and not custom) or other:
+    headless = task in ("masked", "seq2seq") and fitting is None  # the body alone: BertModel, T5Model
+    if (kind not in kinds and not custom) or (other and not headless):
         what = classes[0] if classes else kind
-        fitting = next((t for t in CLASSES if set(classes) & _names(t)[1]), None)
         remedy = (
             f"set objective: {fitting}, or use another model" if fitting and fitting != task else "use another model"
         )

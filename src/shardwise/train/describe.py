@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.describe import method_lines
 from shardwise.models.build import build_on_meta, find_blocks
+from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
 from shardwise.zero.plusplus import describe_collectives
@@ -66,6 +67,21 @@ def _data_lines(job: Job) -> Iterator[str]:
             yield f"[yellow]{escape(one.spec.source.path)}: {said} (listed in {one.folder / 'fates.jsonl'})[/yellow]"
 
 
+def _aim(job: Job) -> str | None:
+    """What the model is trained to do, where it is not to go on with a text."""
+    objective: Any = job.run.objective
+    match objective.type:
+        case "seq2seq":
+            return "write targets from sources"
+        case "masked":
+            whole = ", whole words together" if objective.whole_words else ""
+            return f"fill in masked tokens, {objective.share:.0%} of all{whole}"
+        case "classify":
+            labels = objective.labels
+            return f"tell {len(labels)} classes apart: {', '.join(labels[:12])}{' …' if len(labels) > 12 else ''}"
+    return None
+
+
 def print_plan(job: Job, console: Console | None = None) -> None:
     """The run in a dozen lines: model, data, batch arithmetic, sharding and what each rank will hold."""
     run, ranks = job.run, job.ranks
@@ -77,6 +93,8 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     table.add_column(overflow="fold")
     for title, words in method_lines(job):
         table.add_row(title, words)
+    if (aim := _aim(job)) is not None:
+        table.add_row("objective", aim)
     for words in _data_lines(job):
         table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
     packed = " (packed)" if run.data.packing else ""
@@ -105,6 +123,9 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         where, more = _place(place, run.offload.optimizer)
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
         table.add_row(where, parts + more)
+    for name, what, size, more in held_besides(job):
+        held = f": {human(size)} per rank" if size else ": nothing is held besides"
+        table.add_row(name, escape(f"{what}{held}{'; ' * bool(more)}{more}"))
     table.add_row(
         "rate",
         f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, clip {run.train.clip}",
@@ -154,9 +175,10 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
     held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
     console.print(f"done: {result.step} steps, {loss}{held}")
-    console.print(
-        f"  model    {result.model}   (talk to it: shardwise chat {shlex.quote(str(job.output))})", highlight=False
-    )
+    talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
+    console.print(f"  model    {result.model}{talk}", highlight=False)
+    if result.check:
+        console.print(f"  check    {result.check}", highlight=False, markup=False)
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)
     console.print(f"  metrics  {job.output / 'metrics.jsonl'}", highlight=False)
 

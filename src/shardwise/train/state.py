@@ -35,8 +35,12 @@ class Position:
     tokens: int = 0
     supervised: int = 0
     seconds: float = 0.0
-    best_loss: float | None = None
+    best_value: float | None = None  # of the figure best_metric, at best_step
     best_step: int | None = None
+    best_metric: str | None = None
+    waiting: int = 0  # evaluations since waiting_metric last improved, to waiting_value
+    waiting_value: float | None = None
+    waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     original = job.source.weights / "generation_config.json" if job.source.weights is not None else None
     if original is not None and original.is_file():
         shutil.copy(original, folder)
-    elif model.generation_config is not None:
+    elif getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
         generation.update(use_cache=True, **ids)  # it was made from a config that training had told to use no cache
         generation.save_pretrained(folder)
@@ -107,6 +111,8 @@ def restore(
     check_same_data(folder, fingerprint)
     values = read_trainer(folder)
     values.pop("data_fingerprint")
+    if "best_loss" in values:  # written before another figure could decide
+        values |= {"best_value": values.pop("best_loss"), "best_metric": "eval_loss"}
     prime_optimizer(optimizer)
     load_tensors(folder, tensors_of(sharded, optimizer), group)
     sharded.updated()

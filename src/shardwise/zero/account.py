@@ -31,7 +31,9 @@ def predicted_bytes(parameters: int, stage: int, shard: int, precision: str) -> 
 
 def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of storage this rank holds now, by the categories of `predicted_bytes`, and of frozen parameters if any."""
-    masters, working, gradients = [], [], []
+    masters: list[Any] = []
+    working: list[Any] = []
+    gradients: list[Any] = []
     frozen: list[Any] = [p for p in sharded.model.parameters() if not p.requires_grad and not isinstance(p, DTensor)]
     for unit in sharded.model.modules():
         if not isinstance(unit, FSDPModule):

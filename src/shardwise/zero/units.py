@@ -2,7 +2,7 @@
 
 A unit's parameters travel in one collective, so its buffer is as large as they are. What is counted is the larger of
 the two buffers, that of the gradients: four bytes per element, with each parameter's rows filled up to a multiple of
-the ranks that divide it. A gather in half precision takes half of that.
+the ranks that divide it. A gather in half precision takes half of that. Packed weights have no gradients: one byte.
 
 A block over the bucket gives up its largest children, one after the other, until the rest fits; a child over the bucket
 is treated likewise. A module that holds more than a bucket by itself cannot be divided and is a unit of its own.
