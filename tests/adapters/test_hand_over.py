@@ -39,8 +39,9 @@ def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def a_run(tmp: Path, case: str, name: str, **changes: Any) -> dict[str, Any]:
     model, settings = CASES[case]
-    return tiny_run(tmp, str(tmp / model), output=str(tmp / name), train__micro_batch_size=6,
-                    **({"train__steps": 2, "train__learning_rate": 0.02} | settings | changes))  # fmt: skip
+    return tiny_run(tmp, str(tmp / model), output=str(tmp / name),
+                    **({"train__steps": 2, "train__learning_rate": 0.02, "train__micro_batch_size": 6}
+                       | settings | changes))  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,8 @@ def test_training_goes_on_from_what_peft_writes(tmp: Path, theirs: dict[str, Pat
     for case in THEIRS:
         kind = "ia3" if case == "ia3" else "lora"
         run = tiny_run(tmp, str(tmp / THEIRS[case][0]), train__steps=1, parallel__zero=3,
-                       method={"type": kind, "adapter": str(theirs[case])}, output=str(tmp / f"on-{case}"), train__learning_rate=1e-12)  # fmt: skip
+                       method={"type": kind, "adapter": str(theirs[case])}, output=str(tmp / f"on-{case}"),
+                       train__learning_rate=1e-12)  # fmt: skip
         start = run_ranks(adapters.starting_values, 1, run)[0]
         before = load_file(theirs[case] / "adapter_model.safetensors")
         from shardwise.adapters.peft import read_adapter, read_tensors
@@ -145,7 +146,7 @@ def test_settings_must_not_contradict_the_adapter(
     from shardwise.adapters.plan import plan_method
     from shardwise.config.methods import Lora
 
-    with pytest.raises(UserError, match=f"{field}.*comes with the adapter|(?s){field}"):
+    with pytest.raises(UserError, match=f"(?s){field}.*comes with the adapter"):
         plan_method(base(tmp / "llama"), Lora(adapter=str(theirs["lora"]), **settings))
 
 

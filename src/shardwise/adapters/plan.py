@@ -18,6 +18,7 @@ from shardwise.adapters.targets import (
     inside,
     linear_modules,
     matches,
+    with_tied,
 )
 from shardwise.config.methods import Ia3, Lora
 from shardwise.errors import UserError
@@ -52,7 +53,7 @@ def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()
     if method.adapter is not None:
         return _continued(model, method, head)
     also = find_modules(model, method.also, "method.also") if method.also else []
-    whole = tuple(dict.fromkeys([*head, *also]))
+    whole = with_tied(model, [*head, *also])
     if isinstance(method, Ia3):
         chosen = ia3_targets(model, method.targets, method.feedforward)
         return Plan("ia3", feedforward={n: ff for n, ff in chosen.items() if not inside(n, whole)}, whole=whole)

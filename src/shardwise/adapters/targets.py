@@ -88,6 +88,13 @@ def ia3_targets(model: nn.Module, targets: Sequence[str] | None, feedforward: Se
     return {name: chosen[name] for name, _ in model.named_modules() if name in chosen}
 
 
+def with_tied(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """These modules and those that share a parameter with them: they are trained together, and PEFT wants both named."""
+    shared = {id(p) for name in names for p in model.get_submodule(name).parameters()}
+    tied = [n for n, m in model.named_modules() if any(id(p) in shared for p in m.parameters(recurse=False))]
+    return tuple(dict.fromkeys([*names, *(n for n in tied if not inside(n, names))]))
+
+
 def inside(name: str, modules: Iterable[str]) -> bool:
     """Whether a name is one of these modules or within one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
