@@ -39,7 +39,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != "Bearer hf_good":
             self._answer({"error": "Invalid credentials"}, 401)
         else:
-            self._answer({"type": "user", "name": "owner", "auth": {}} if "whoami" in self.path else {"siblings": []})
+            user = {"type": "user", "name": "owner", "auth": {}}
+            self._answer(user if "whoami" in self.path else {"id": "owner/name", "sha": "1", "siblings": []})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -47,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": "You may not write there"}, self.server.refuse)
         elif "repos/create" in self.path:
             self.server.repos.append(json.loads(body))
-            self._answer({"url": f"{self.server.server_address}/owner/name", "name": "owner/name"})
+            self._answer({"url": f"http://127.0.0.1:{self.server.server_address[1]}/owner/name", "name": "owner/name"})
         elif "preupload" in self.path:
             files = [
                 {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
@@ -57,7 +58,13 @@ class _Handler(BaseHTTPRequestHandler):
             for line in filter(None, body.split(b"\n")):
                 if (entry := json.loads(line))["key"] == "file":
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self._answer({"commitUrl": "http://x/owner/name/commit/1", "commitOid": "1", "success": True})
+            self._answer(
+                {
+                    "commitUrl": f"http://127.0.0.1:{self.server.server_address[1]}/owner/name/commit/1",
+                    "commitOid": "1",
+                    "success": True,
+                }
+            )
         else:
             self._answer({})
 
