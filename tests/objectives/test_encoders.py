@@ -205,7 +205,7 @@ def test_a_classifier_goes_on_with_its_own_classes(shared: Path) -> None:
     from shardwise.models.inference import load_for_inference
 
     for name in (out, out / "checkpoints"):
-        with pytest.raises(UserError, match="a model that classifies .* cannot be talked to"):
+        with pytest.raises(UserError, match=r"a model that classifies .* cannot be talked to"):
             load_for_inference(str(name))
 
 

@@ -41,7 +41,7 @@ def _rows(name: str, path: str) -> list[dict[str, Any]]:
     if "feedback" in path:
         return [{"prompt": q, "completion": a, "label": i % 2 == 0} for i, (q, a) in enumerate(asked)]
     if "reviews" in path:
-        return [{"text": a, "label": "long" if len(a) > 80 else "short"} for _, a in asked]
+        return [{"text": text, "label": label} for pair in asked for text, label in zip(pair, ("q", "a"), strict=True)]
     if "pairs" in path:
         return [{"source": q, "target": a} for q, a in asked]
     if "instructions" in path:

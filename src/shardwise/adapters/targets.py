@@ -89,7 +89,7 @@ def ia3_targets(model: nn.Module, targets: Sequence[str] | None, feedforward: Se
 
 
 def with_tied(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """These modules and those that share a parameter with them: they are trained together, and PEFT wants both named."""
+    """These modules and those that share a parameter with them: trained together, and PEFT wants both named."""
     shared = {id(p) for name in names for p in model.get_submodule(name).parameters()}
     tied = [n for n, m in model.named_modules() if any(id(p) in shared for p in m.parameters(recurse=False))]
     return tuple(dict.fromkeys([*names, *(n for n in tied if not inside(n, names))]))
