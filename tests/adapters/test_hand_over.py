@@ -149,3 +149,30 @@ def test_the_command_line_merges(tmp: Path, trained: dict[str, Path]) -> None:
     assert code == 2 and "no adapter" in err
     plan = json.loads((trained["lora"] / "model/adapter_config.json").read_text())
     assert plan["r"] == 4 and plan["base_model_name_or_path"] == str(tmp / "llama")
+
+
+@pytest.mark.parametrize("objective", ["classify", "masked"])
+def test_a_new_head_is_trained_and_handed_over(tmp: Path, objective: str) -> None:
+    """A body without head: what stands on it is trained whole, so that nothing random is left in what is exported."""
+    from support.encoders import CONFIGS, encoder_run, encoder_tokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+    body = tmp / "body"
+    if not body.exists():
+        values = dict(CONFIGS["bert"])
+        torch.manual_seed(0)
+        AutoModel.from_config(AutoConfig.for_model(values.pop("model_type"), **values)).save_pretrained(body)
+        encoder_tokenizer(body, "bert")
+    run = encoder_run(tmp, "bert", objective, model=str(body), output=str(tmp / objective), train__steps=2,
+                      method={"type": "lora", "rank": 4})  # fmt: skip
+    _, facts = run_ranks(adapters.train, 1, run)[0]
+    head = "classifier.weight" if objective == "classify" else "cls.predictions.bias"
+    assert head in facts["stored"] and "bert.encoder.layer.0.attention.self.query.lora_A" in facts["stored"]
+    worn = load_for_inference(str(tmp / objective), talks=False)[0]
+    target = export_checkpoint(find_checkpoint(tmp / objective), tmp / f"{objective}-merged", merged=True)
+    kind = AutoModelForSequenceClassification if objective == "classify" else AutoModelForMaskedLM
+    model, report = kind.from_pretrained(target, output_loading_info=True)
+    assert not report["missing_keys"]
+    ids = torch.arange(40).view(2, 20) + 5
+    with torch.no_grad():
+        assert (model.eval()(input_ids=ids).logits - worn(input_ids=ids).logits).abs().max() <= BOUND

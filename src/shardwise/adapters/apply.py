@@ -9,6 +9,7 @@ never travel. At stage 3 they are sharded and gathered with their block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from shardwise.adapters.targets import find_parameters, inside, uncovered
 from shardwise.config.methods import Full, Lora, Qlora
 from shardwise.config.resolve import task_wanted
 from shardwise.errors import UserError
+from shardwise.models.weights import new_parameters
 from shardwise.zero.policy import store_in
 from shardwise.zero.stages import COMPUTE
 
@@ -45,14 +47,17 @@ class Adapted:
         return self.trainable / (self.trainable + self.frozen)
 
 
-def apply_method(model: Any, run: Run) -> Adapted:
-    """Puts on the adapters, freezes the rest, and stores it in the compute type; the model may be on `meta`."""
+def apply_method(model: Any, run: Run, weights: Path | None = None) -> Adapted:
+    """Puts on the adapters, freezes the rest, and stores it in the compute type; the model may be on `meta`.
+
+    What the base's files, in `weights`, lack is new: adapters alone would leave it random, so it is trained whole.
+    """
     method = run.method
     parameters = _count(model)
     plan: Plan | None = None
     left_out: tuple[str, ...] = ()
     if not isinstance(method, Full):
-        plan = plan_method(model, method, new_head(model, run))
+        plan = plan_method(model, method, _new(model, run, weights))
         left_out = uncovered(model, [*plan.targets, *plan.whole]) if isinstance(method, Lora) else ()
         shapes = {name: features(model.get_submodule(name)) for name in plan.targets}
         if isinstance(method, Qlora):
@@ -85,12 +90,13 @@ def _freeze(model: nn.Module, run: Run) -> None:
         trained[name].requires_grad_(False)
 
 
-def new_head(model: Any, run: Run) -> tuple[str, ...]:
-    """For classification, what stands on the body: files of a language model do not bring it."""
-    if task_wanted(run) != "classify":
-        return ()
-    body = model.base_model_prefix
-    return tuple(n for n, m in model.named_children() if n != body and any(True for _ in m.parameters()))
+def _new(model: Any, run: Run, weights: Path | None) -> tuple[str, ...]:
+    """Modules with parameters that no file has, and for classification all that stands on the body."""
+    names = [n.rpartition(".")[0] for n in new_parameters(model, weights)] if weights is not None else []
+    if task_wanted(run) == "classify":
+        body = model.base_model_prefix
+        names += [n for n, m in model.named_children() if n != body and any(True for _ in m.parameters())]
+    return tuple(n for n in dict.fromkeys(names) if not inside(n.rpartition(".")[0], names))
 
 
 def _kept(model: nn.Module, run: Run) -> frozenset[str] | None:

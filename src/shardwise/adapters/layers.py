@@ -111,10 +111,13 @@ def features(module: Any) -> tuple[int, int]:
 
 
 def dense_weight(module: Any) -> torch.Tensor:
-    """The weight as out × in; of a layer that stores it in few bits, what its `dense_weight` gives."""
-    if hasattr(module, "dense_weight"):
-        return module.dense_weight()  # type: ignore[no-any-return]
-    return module.weight.t() if is_transposed(module) else module.weight  # type: ignore[no-any-return]
+    """The weight as out × in, unpacked where the layer keeps it in few bits."""
+    weight: torch.Tensor = module.weight
+    if hasattr(module, "packings"):
+        from shardwise.adapters.quantized import dequantized
+
+        weight = dequantized(module, module.lora_A.dtype)
+    return weight.t() if is_transposed(module) else weight
 
 
 def row_norms(weight: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 
 from shardwise.adapters.layers import is_transposed, row_norms
 from shardwise.adapters.plan import Plan
-from shardwise.config.resolve import task_wanted
+from shardwise.config.resolve import Resolution, task_wanted
 from shardwise.config.schema import Run
-from shardwise.errors import UserError
 from shardwise.models.build import build_on_meta
-from shardwise.models.source import ModelSource, converted_folder, find_model
+from shardwise.models.source import ModelSource, find_model
 from shardwise.models.weights import match_names, tensor_files
 
 Get = Callable[[str], torch.Tensor]
@@ -23,13 +21,13 @@ Get = Callable[[str], torch.Tensor]
 
 def find_base(run: Run) -> tuple[ModelSource, Any]:
     """The model that a run started from, with weights under the model's own names, and that model on `meta`."""
+    from shardwise.models.adapt import adapt_model
+    from shardwise.models.frozen import readable
+
     source = find_model(run.model, task=task_wanted(run))
+    source = adapt_model(Resolution(run), source, source.load_tokenizer())
     model = build_on_meta(source)
-    if source.weights is None:
-        raise UserError("checkpoint", source.label, "its base is in no file", "export it as it is")
-    if match_names(model, tensor_files(source.weights)) is None:
-        source = replace(source, weights=converted_folder(source))
-    return source, model
+    return readable(source, model), model
 
 
 class Merger:
@@ -46,7 +44,8 @@ class Merger:
     def outline(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         """Name, shape and type of each tensor, in order."""
         known = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        return [(name, known[name].shape, known[name].dtype) for name in self._names]
+        names = [name for name in known if name in self._names or name in self._trained]
+        return [(name, known[name].shape, known[name].dtype) for name in names]
 
     def __call__(self, name: str) -> torch.Tensor:
         """One tensor, in fp32 where anything was added to it."""

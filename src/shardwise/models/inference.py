@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shardwise.adapters.export import (
 )
 from shardwise.adapters.library import load_adapters, use_adapter
 from shardwise.adapters.merge import find_base
-from shardwise.adapters.peft import is_adapter
+from shardwise.adapters.peft import is_adapter, read_adapter
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, check_whole, list_checkpoints, load_tensors
 from shardwise.config.schema import Model
@@ -71,16 +72,18 @@ def _has_checkpoint(path: Path) -> bool:
     return (path / "state").is_dir() or bool(list_checkpoints(path) or list_checkpoints(path / "checkpoints"))
 
 
-def _pretrained(source: ModelSource, device: str) -> Any:
-    """A model of files, whole."""
+def _pretrained(source: ModelSource, device: str, brought: Collection[str] = ()) -> Any:
+    """A model of files, whole, but for tensors that will be brought."""
     from transformers.utils import logging as transformers_logging
 
     assert source.weights is not None
     # fp32 on a CPU: half precision is slower there and on some machines not even executable.
     dtype: Any = "auto" if device == "cuda" else torch.float32
     transformers_logging.disable_progress_bar()  # a second or two; the answer is what people wait for
-    model, report = auto_class(source.task).from_pretrained(source.weights, dtype=dtype, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
+    model, report = auto_class(source.task).from_pretrained(
+        source.weights, config=source.config, dtype=dtype, output_loading_info=True
+    )
+    if missing := sorted(set(report["missing_keys"]) - set(brought)):
         # transformers would fill them at random and say so in a log; a model that talks nonsense is no help.
         problem = f"its files lack {len(missing)} tensors, {missing[0]} among them"
         raise UserError("model", source.label, problem, "fetch it again")
@@ -95,7 +98,7 @@ def _with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> 
     tokenizer = (replace(source, tokenizer=str(folder)) if own else source).load_tokenizer()
     if not changed_tokenizer:
         check_fingerprint(folder, tokenizer)
-    model = _pretrained(source, device)
+    model = _pretrained(source, device, read_adapter(folder).keys)
     load_adapters(model, {ADAPTER: folder})
     use_adapter(model, ADAPTER)
     return model, tokenizer
@@ -111,8 +114,8 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
             return _with_adapter(Path(place) / "adapter", device)[0]
     if lacks_base(checkpoint):
         source, _ = find_base(read_run(checkpoint))
-        model = _pretrained(source, "cpu").float()
         names = set(stored_tensors(checkpoint))
+        model = _pretrained(source, "cpu", names).float()
     else:
         config = AutoConfig.from_pretrained(checkpoint / MODEL)
         config.use_cache = True

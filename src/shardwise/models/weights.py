@@ -165,9 +165,9 @@ def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, pac
     for start in range(0, local.shape[0], rows):
         stop = min(start + rows, local.shape[0])
         part = whole[(slice(offset[0] + start, offset[0] + stop), *rest)]
+        if packing is not None:
+            part = packing.pack(part.to(local.device))
         if master is not None:
             master.write(start, part)
-        elif packing is not None:
-            local[start:stop].copy_(packing.pack(part.to(local.device)))
         else:
             local[start:stop].copy_(part)

@@ -41,7 +41,7 @@ def make_reference(job: Job, world: World) -> Reference:
 @contextmanager
 def without_adapters(model: Any) -> Iterator[Any]:
     """The base of a model with adapters; without dropout, whatever mode the model is in."""
-    from shardwise.adapters.layers import adapter_disabled  # type: ignore[import-not-found,unused-ignore]
+    from shardwise.adapters.layers import adapter_disabled
 
     training = model.training
     model.eval()

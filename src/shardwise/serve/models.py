@@ -125,7 +125,7 @@ def _wearing(name: str, model: Any, tokenizer: Any, folder: Path | None, changed
     """A base under one of its names: with the adapter of a folder, or bare."""
     from transformers import AutoTokenizer
 
-    from shardwise.adapters.library import load_adapters, use_adapter  # type: ignore[import-not-found,unused-ignore]
+    from shardwise.adapters.library import load_adapters, use_adapter
     from shardwise.data.fingerprint import check_fingerprint
 
     if folder is None:

@@ -114,7 +114,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     )
     if run.parallel.bucket is not None:
         model = build_on_meta(job.source)
-        apply_method(model, run)
+        apply_method(model, run, job.source.weights)
         plain = unmanaged(model, run.parallel.zero, run.precision)
         units = choose_units(model, find_blocks(model), run.parallel.bucket, shard, plain)
         table.add_row("buckets", describe_units(units, run.parallel.bucket))

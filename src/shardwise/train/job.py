@@ -124,7 +124,7 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
     source = readable(source, model, say)
     if source.weights is not None and (new := new_parameters(model, source.weights)):
         say(listed(new))
-    adapted = apply_method(model, result.run)
+    adapted = apply_method(model, result.run, source.weights)
     check_room(result.run, adapted.trainable, adapted.frozen)
     vocabulary = model.get_input_embeddings().num_embeddings
     teacher = find_teacher(result.run, tokenizer, vocabulary, say)

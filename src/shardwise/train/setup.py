@@ -74,7 +74,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
-    adapted = apply_method(model, run)
+    adapted = apply_method(model, run, source.weights)
     if splits_masters(run.offload, run.precision):
         store_in_bf16(model)
     blocks = find_blocks(model)
