@@ -1,7 +1,7 @@
 """Word and phrase pairs of Debian's German–English dictionary, and a tokenizer for both languages.
 
     apt-get download trans-de-en && dpkg-deb -x trans-de-en_*.deb trans
-    python de_en.py trans/usr/share/trans/de-en FOLDER [--pairs 50000]
+    python de_en.py trans/usr/share/trans/de-en FOLDER [--pairs 80000]
 
 Writes train.jsonl and eval.jsonl with rows {"source": …, "target": …} and FOLDER/tokenizer. An entry with all its forms
 goes to one side: what is evaluated is new to the model.
@@ -54,8 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dictionary", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--pairs", type=int, default=50_000)
-    parser.add_argument("--vocabulary", type=int, default=4000)
+    parser.add_argument("--pairs", type=int, default=80_000)
+    parser.add_argument("--vocabulary", type=int, default=2000)
     arguments = parser.parse_args()
     lines = [line for line in arguments.dictionary.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
     lines.sort(key=lambda line: hashlib.sha256(line.encode()).digest())

@@ -207,6 +207,7 @@ def test_every_stage_equals_stage_0_on_one_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_hybrid_and_hpz_on_four_ranks(
     precision: str, folders: dict[str, str], tmp_path: Path, cpu_precision_env: dict[str, str]

@@ -39,15 +39,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != "Bearer hf_good":
             self._answer({"error": "Invalid credentials"}, 401)
         else:
-            self._answer({"type": "user", "name": "owner", "auth": {}} if "whoami" in self.path else {"siblings": []})
+            user = {"type": "user", "name": "owner", "auth": {}}
+            self._answer(user if "whoami" in self.path else {"id": "owner/name", "sha": "1", "siblings": []})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.server.refuse and "repos/create" in self.path:
+        if self.server.refuse:
             self._answer({"error": "You may not write there"}, self.server.refuse)
         elif "repos/create" in self.path:
             self.server.repos.append(json.loads(body))
-            self._answer({"url": f"{self.server.server_address}/owner/name", "name": "owner/name"})
+            self._answer({"url": f"http://127.0.0.1:{self.server.server_address[1]}/owner/name", "name": "owner/name"})
         elif "preupload" in self.path:
             files = [
                 {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
@@ -57,7 +58,13 @@ class _Handler(BaseHTTPRequestHandler):
             for line in filter(None, body.split(b"\n")):
                 if (entry := json.loads(line))["key"] == "file":
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self._answer({"commitUrl": "http://x/owner/name/commit/1", "commitOid": "1", "success": True})
+            self._answer(
+                {
+                    "commitUrl": f"http://127.0.0.1:{self.server.server_address[1]}/owner/name/commit/1",
+                    "commitOid": "1",
+                    "success": True,
+                }
+            )
         else:
             self._answer({})
 
@@ -83,7 +90,8 @@ def test_a_folder_is_pushed_whole(output: Path, tmp_path: Path, hub: Hub) -> Non
     target = tmp_path / "model"
     code, out, err = cli.command("export", output, target, "--push", "owner/name", "--private")
     assert code == 0 and "pushed to http://127.0.0.1" in out, err
-    assert hub.repos[0]["name"] == "name" and hub.repos[0].get("private") is True
+    asked = hub.repos[0]
+    assert asked["name"] == "name" and (asked.get("visibility") == "private" or asked.get("private"))
     wanted = {p.name: p.read_bytes() for p in target.iterdir() if p.name != "shardwise_run.json"}
     assert hub.files == wanted and "README.md" in wanted, "all but the config with its paths"
 

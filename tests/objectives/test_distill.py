@@ -116,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def the_run(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     objective = {"type": "distill", "teacher": str(folder / "teacher"), "temperature": 2.0}
-    objective |= {key: changes.pop(key) for key in ("top_k", "cache") if key in changes}
+    objective |= {key: changes.pop(key) for key in ("top_k", "cache", "weight") if key in changes}
     changes = {"train__steps": 3, "train__batch_size": 4, "data__eval": "5%", "output": str(folder / name)} | changes
     return tiny_run(folder, objective=objective, **changes)
 
@@ -127,10 +127,11 @@ def test_runs(folder: Path) -> None:
         "all": the_run(folder, "all"),
         "top": the_run(folder, "top", top_k=16),
         "stored": the_run(folder, "stored", top_k=16, cache=True),
-        "again": the_run(folder, "again", top_k=16, cache=True),
         "resumed": the_run(folder, "all", train__steps=4),
+        "longer": the_run(folder, "longer", weight=1.0, train__steps=8),
     }
-    found = start(judged.all_of, 1, alone)[0]
+    again = {"again": the_run(folder, "again", top_k=16, cache=True)}
+    found = start(judged.taught, 1, alone, again)[0]
     both = {f"all-{z}": the_run(folder, f"all-{z}", parallel__zero=z) for z in (0, 3)}
     unpacked = {"data__packing": False, "train__micro_batch_size": 2, "parallel__zero": 3}
     both |= {"flat": the_run(folder, "flat", top_k=16, **unpacked)}
@@ -148,7 +149,8 @@ def test_runs(folder: Path) -> None:
         for key in ("loss", "loss_teacher", "loss_plain", "grad_norm"):
             assert [r[key] for r in others] == [pytest.approx(r[key], abs=close) for r in records], (other, key)
         assert max((parameters[n] - p).abs().max().item() for n, p in final.items()) < 1e-5
-    assert found["all"][0][-1]["loss_teacher"] < found["all"][0][0]["loss_teacher"]
+    longer = [r["loss_teacher"] for r in found["longer"][0]]
+    assert longer[-1] < 0.9 * longer[0] and [r["loss"] for r in found["longer"][0]] == pytest.approx(longer)
     assert [r["loss"] for r in found["resumed"][0][:3]] == [r["loss"] for r in found["all"][0]]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 from support import cli, scenarios
-from support.families import config_of
+from support.families import OF, config_of
 from support.ranks import run_ranks
-from support.tiny import PAIRS, tokenizer_folder
+from support.tiny import PAIRS, saved_model, tokenizer_folder
 
 from shardwise.config.load import load_run
 from shardwise.errors import UserError
@@ -41,7 +41,7 @@ def _rows(name: str, path: str) -> list[dict[str, Any]]:
     if "feedback" in path:
         return [{"prompt": q, "completion": a, "label": i % 2 == 0} for i, (q, a) in enumerate(asked)]
     if "reviews" in path:
-        return [{"text": a, "label": "long" if len(a) > 80 else "short"} for _, a in asked]
+        return [{"text": text, "label": label} for pair in asked for text, label in zip(pair, ("q", "a"), strict=True)]
     if "pairs" in path:
         return [{"source": q, "target": a} for q, a in asked]
     if "instructions" in path:
@@ -54,8 +54,12 @@ def _rows(name: str, path: str) -> list[dict[str, Any]]:
 def _tiny(name: str, folder: Path) -> dict[str, Any]:
     """The recipe with everything small: the model, the data, the batch; what it is about stays."""
     run: dict[str, Any] = yaml.safe_load(recipe(name))
-    tokenizer = tokenizer_folder(folder / "tokenizer")
-    run["model"] = {"config": config_of(_family(name)), "tokenizer": tokenizer}
+    if isinstance(run["model"], str):
+        family = _family(name)
+        task = next((t for t, kinds in OF.items() if family in kinds), "causal")
+        run["model"] = saved_model(folder / "model", config_of(family), task=task)
+    else:
+        run["model"] = {"config": config_of("llama"), "tokenizer": tokenizer_folder(folder / "tokenizer")}
     sources = run["data"]["train"] if isinstance(run["data"]["train"], list) else [{"path": run["data"]["train"]}]
     for number, source in enumerate(sources):
         file = folder / f"{number}.jsonl"
@@ -69,14 +73,8 @@ def _tiny(name: str, folder: Path) -> dict[str, Any]:
     if "secondary_shard" in run.get("parallel", {}):
         run["parallel"]["secondary_shard"] = 1
     if run.get("objective", {}) and "teacher" in run["objective"]:
-        run["objective"]["teacher"] = _teacher(folder, run["model"]["config"])
+        run["objective"]["teacher"] = saved_model(folder / "teacher", config_of(_family(name)), seed=1)
     return run | {"device": "cpu", "precision": "fp32", "checkpoint": {"every": None}, "output": str(folder / "out")}
-
-
-def _teacher(folder: Path, config: dict[str, Any]) -> str:
-    from support.tiny import saved_model
-
-    return saved_model(folder / "teacher", config | {"num_hidden_layers": 3})
 
 
 @pytest.mark.parametrize("name", NAMES)

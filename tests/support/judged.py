@@ -131,6 +131,18 @@ def records_of(runs: dict[str, dict[str, Any]], copied: bool = False) -> dict[st
     return {name: _records(run) for name, run in runs.items()}
 
 
+def taught(runs: dict[str, dict[str, Any]], again: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Runs that learn from a teacher, then others in which there is none to be asked."""
+    from shardwise.objectives import distill
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the teacher was asked again")
+
+    found = all_of(runs)
+    distill.load_teacher = refuse
+    return found | all_of(again)
+
+
 def _records(run: dict[str, Any]) -> list[dict[str, float]]:
     from shardwise.observe.metrics import read_metrics
     from shardwise.train.loop import fit

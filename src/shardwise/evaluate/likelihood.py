@@ -99,7 +99,7 @@ def log_likelihoods(
         for row, likelihoods in zip(batch, values, strict=True):
             for number, likelihood in zip(rows[row], likelihoods, strict=True):
                 results[number] = likelihood
-            advance(len(rows[row]))
+        advance(sum(len(rows[row]) for row in batch))
         at += len(batch)
     return [r for r in results if r is not None]
 

@@ -83,18 +83,20 @@ def _algorithm(
 ) -> tuple[str, str, list[str] | None, list[float] | None, dict[str, Any]]:
     model, kind = inner["model"], inner["model"]["type"]
     normal = {part["type"] for part in _parts(inner["normalizer"], "normalizers")}
-    if kind == "BPE" and model.get("byte_fallback"):
-        odd = normal - {"Prepend", "Replace"}
+    if kind == "BPE":
+        # Not by byte_fallback: tokenizers that come out of GGUF files have it set and never need it.
+        by_bytes = any(part["type"] == "ByteLevel" for part in _parts(inner["pre_tokenizer"], "pretokenizers"))
+        odd = normal - ({"NFC"} if by_bytes else {"Prepend", "Replace"})
         if odd:
             raise _refused(tokenizer, f"normalises by {', '.join(sorted(odd))}", field_name)
         pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+        merges = [" ".join(pair) for pair in pairs]
+        if by_bytes:
+            return "gpt2", _cut(inner, tokenizer, field_name), merges, None, {}
+        if not model.get("byte_fallback"):
+            raise _refused(tokenizer, "has neither bytes nor a way back to them", field_name)
         _mark_bytes(tokens, types, tokenizer)
-        return "llama", "default", [" ".join(pair) for pair in pairs], _scores(tokens, pairs), {}
-    if kind == "BPE":
-        if normal - {"NFC"}:
-            raise _refused(tokenizer, f"normalises by {', '.join(sorted(normal))}", field_name)
-        pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-        return "gpt2", _cut(inner, tokenizer, field_name), [" ".join(pair) for pair in pairs], None, {}
+        return "llama", "default", merges, _scores(tokens, pairs), {}
     if kind == "Unigram":
         scores = [float(score) for _, score in model["vocab"]]
         scores += [0.0] * (len(tokens) - len(scores))

@@ -52,7 +52,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool =
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
-        return from_checkpoint(checkpoint, device).eval(), tokenizer
+        return from_checkpoint(checkpoint, device), tokenizer
     if is_adapter(path):
         return _with_adapter(path, device, changed_tokenizer)
     source = find_model(Model(name=str(path) if path.exists() else name))
@@ -123,4 +123,4 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
         names = set(model.state_dict().keys())
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     load_tensors(checkpoint, {PREFIX + n: t for n, t in tensors.items() if n in names}, None)
-    return model.to(device)
+    return model.to(device).eval()

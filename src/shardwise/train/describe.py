@@ -54,10 +54,9 @@ def _data_lines(job: Job) -> Iterator[str]:
     data = job.data
     if data.complete:
         held = data.total("held_out") + sum(int(one.known["documents"]) for one in data.eval)
-        counts = (data.total("documents"), data.total("tokens"), data.total("supervised"))
-        yield "data{:,} documents, {:,} tokens, {:,} of them learned".format(*counts) + (
-            f"; {held:,} held out" if held else ""
-        )
+        learned = f", {data.total('supervised'):,} of them learned" if job.source.task in ("causal", "seq2seq") else ""
+        counts = f"{data.total('documents'):,} documents, {data.total('tokens'):,} tokens{learned}"
+        yield f"data{counts}" + (f"; {held:,} held out" if held else "")
     else:
         yield "datathe first windows of its sources; the rest is being tokenised"
     for one in data.train:
