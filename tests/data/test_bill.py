@@ -158,7 +158,7 @@ def test_good_data_are_not_complained_about() -> None:
         (bill(source(fates={"duplicate": 200})), bill(source(fates={"duplicate": 101, "near duplicate": 100})),
          "duplicates", "chat.jsonl", "201 of 1,000"),
         (bill(source(longest=4096)), bill(source(longest=4097)), "long rows", "chat.jsonl", "99.9% of its rows fit"),
-        (bill(source(length=4000)), bill(source(length=5000)), "long rows", "chat.jsonl", "5,056 would hold 99.9%"),
+        (bill(source(length=4000)), bill(source(length=5000)), "long rows", "chat.jsonl", "5,000 would hold 99.9%"),
         (shared(share=0.01), shared(share=0.009), "share", "b", "0.9% of the mixture"),
         (packed(0.91), packed(0.89, length=1500), "packing", "", "sequence_length is short"),
         (packed(0.91), packed(0.5, sequences=3), "packing", "", "shorter data.sequence_length"),

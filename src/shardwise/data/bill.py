@@ -63,6 +63,21 @@ def coarse(histogram: Sequence[int], bars: int) -> list[tuple[int, int, int]]:
     return [(bin_range(g[0])[0], bin_range(g[-1])[1], sum(histogram[i] for i in g)) for g in groups]
 
 
+def remedy_of(fate: str, longest: int) -> str:
+    """What to do where most rows of a source have this fate."""
+    repeats = "its rows repeat each other or those of a source before it: leave it out, or set data.refine.duplicates"
+    remedies = {
+        "dropped": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+        "truncated": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+        "skipped": "mend the rows, or the format and fields of the source",
+        "filtered": "loosen data.refine.filter",
+        "contaminated": "take rows that are not in the eval sources",
+        "duplicate": repeats,
+        "near duplicate": repeats,
+    }
+    return remedies.get(fate, "check data.refine and the rows themselves")
+
+
 @dataclass(frozen=True)
 class SourceBill:
     """What became of one source.

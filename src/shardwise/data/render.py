@@ -137,8 +137,8 @@ class Renderer:
             case "segments":
                 return _segments(example.segments)
             case "pair":
-                text = example.prompt + example.text
-                return _Plan(text, [(len(example.prompt), len(text))], plain=True, ends=True)
+                text, begin = example.prompt + example.text, 0 if self.loss_on == "all" else len(example.prompt)
+                return _Plan(text, [(begin, len(text))], plain=True, ends=True)
             case "tokens":
                 return None
         problem = f"{example.kind} rows cannot be learned as they stand"

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.config.objectives import Purpose
-from shardwise.config.resolve import Resolution, purpose_of, resolve_objective, task_wanted
+from shardwise.config.resolve import Resolution, purpose_of, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Data, Run
 from shardwise.data.bill import Bill, PackingBill, SourceBill
 from shardwise.data.examples import BadRow, Fates
@@ -61,6 +61,7 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
     tokenizer = source.load_tokenizer()
     try:
         source = adapt_model(result, source, tokenizer)
+        resolve_model(result, source.config)
     except UserError as error:
         raise Problems([error]) from None
     run, purpose, labels = result.run, purpose_of(result.run), labels_of(result.run)

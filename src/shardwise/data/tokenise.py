@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Data, Source
-from shardwise.data.bill import add_lengths, no_lengths
+from shardwise.data.bill import add_lengths, no_lengths, read_fates, remedy_of
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
 from shardwise.data.formats import SAMPLE, TURNS, Detected, detect, understand
@@ -328,7 +328,7 @@ def tokenise_source(
     _write_fates(folder, count)
     notes = source_notes(spec.source, spec.field)
     if not total.supervised and not total.held_out:
-        raise _nothing_learned(spec, total)
+        raise _nothing_learned(spec, total, folder)
     facts = total.__dict__ | {
         "format": detected.format, "reason": ". ".join([detected.reason, *notes]),
         "seconds": round(time.monotonic() - started, 3),
@@ -368,11 +368,17 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
     return detected, chain(seen, tasks)
 
 
-def _nothing_learned(spec: Spec, total: Summary) -> UserError:
+def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
+    """With the reason of the first row of the commonest fate: that is mostly the reason of all."""
     said = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
     problem = f"none of its {total.rows} rows has a token to learn ({said})"
-    remedy = "look at the rows with `shardwise data`; check data.loss_on, data.over_length and data.refine"
-    return UserError(spec.field, spec.source.path, problem, remedy)
+    if not total.fates:
+        return UserError(spec.field, spec.source.path, problem, "check the file, or leave the source out")
+    fate = total.fates.most_common(1)[0][0]
+    rows = read_fates(folder / "fates.jsonl", 1, total.fates)
+    for where, reason in rows.get(fate, [])[:1]:
+        problem += f"; the first, {where}: {reason or fate}"
+    return UserError(spec.field, spec.source.path, problem, remedy_of(fate, total.longest))
 
 
 def check_largest(largest: int, vocabulary: int) -> None:
