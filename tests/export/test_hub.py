@@ -108,7 +108,7 @@ def test_what_users_are_told(
     output: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """All but the last is found before anything is exported."""
-    words = "may not write"
+    words = "403 Forbidden"
     if case == "no login":
         monkeypatch.delenv("HF_TOKEN")
         words = "you are not logged in"
