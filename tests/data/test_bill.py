@@ -115,7 +115,8 @@ def test_the_json_keeps_its_keys() -> None:
     values = json.loads(json.dumps(bill(evaluation=(source("eval.jsonl"),)).to_json()))
     assert values["version"] == 1
     assert set(values) == {
-        "version", "tokenizer", "template", "sequence_length", "loss_on", "over_length", "train", "eval", "packing",
+        "version", "tokenizer", "template", "sequence_length", "loss_on", "over_length", "purpose", "train", "eval",
+        "packing",
     }  # fmt: skip
     assert set(values["train"][0]) == set(values["eval"][0]) == SOURCE_KEYS
     assert (
@@ -319,3 +320,11 @@ def test_progress_can_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cached_sources_have_no_speed() -> None:
     cached = bill(replace(source(), cached=True, seconds=0.0))
     assert cached.train[0].tokens_per_second is None and "cached" in text_of(200, cached)
+
+
+def test_rows_that_are_read_one_at_a_time_are_not_told_to_be_packed() -> None:
+    loose = PackingBill(False, 1000, 1000, 12_000, 64, 65536)
+    classes = source(format="label", length=12, supervised=10)
+    kinds = {purpose: [n.kind for n in warnings(bill(classes, packing=loose, purpose=purpose))] for purpose in (
+        "causal", "seq2seq", "masked", "classify")}  # fmt: skip
+    assert kinds == {"causal": ["learned", "packing"], "seq2seq": ["learned"], "masked": [], "classify": []}

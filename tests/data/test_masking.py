@@ -15,6 +15,7 @@ from shardwise.data.layout import IGNORE
 from shardwise.data.masking import Masker, word_starts
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.purposes import special_ids
+from shardwise.data.render import Renderer
 from shardwise.data.rows import MaskedLayout
 from shardwise.data.store import LEARNED
 from shardwise.errors import UserError
@@ -98,7 +99,7 @@ def test_shares() -> None:
 
 def test_a_tokenizer_without_a_mask() -> None:
     with pytest.raises(UserError, match="no mask token"):
-        Masker.of(tokenizer_of("unigram"), 0.15, True, 400)
+        Renderer(tokenizer_of("unigram"), "assistant", "data.train.0", "masked")
 
 
 class _Rows:

@@ -141,6 +141,17 @@ def test_a_masked_run_goes_on_exactly(shared: Path) -> None:
     assert all(torch.equal(parameters[k], moved[k]) for k in parameters)
 
 
+@pytest.mark.parametrize(("name", "objective"), [("t5", "seq2seq"), ("bart", "seq2seq"), ("roberta", "masked")])
+def test_recomputing_changes_nothing(shared: Path, name: str, objective: str) -> None:
+    plain, again = (
+        encoder_run(shared, name, objective, output=str(shared / f"{name}-{how}"), recompute=how, train__steps=2)
+        for how in ("none", "full")
+    )
+    losses, norms, _ = run_ranks(scenarios.train, 1, plain)[0]
+    others, moved, _ = run_ranks(scenarios.train, 1, again)[0]
+    assert others == pytest.approx(losses, abs=1e-6) and moved == pytest.approx(norms, rel=1e-4)
+
+
 @pytest.fixture(scope="module")
 def body(shared: Path) -> Path:
     """A pretrained body without any head."""
@@ -232,7 +243,7 @@ def test_mistakes_are_told(shared: Path, mistake: str) -> None:
     if "model__tokenizer" in changes:
         changes["model__tokenizer"] = encoder_tokenizer(shared / "tokenizer-unigram", "t5")
     with pytest.raises(UserError, match=problem):
-        prepare_job(load_run(encoder_run(shared, name, objective, **changes))).loader()
+        prepare_job(load_run(encoder_run(shared, name, objective, **changes)))
 
 
 class _Unsharded:

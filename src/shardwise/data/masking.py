@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import UserError
-
 MASKED, REPLACED = 0.8, 0.1  # shares; the rest stays
 _BLANKS = "ĠĊĉčĎċ▁ \n\t"  # space, newline, tab, … as byte-level tokenizers write them; SentencePiece's; plain ones
 
@@ -48,9 +46,7 @@ class Masker:
     @classmethod
     def of(cls, tokenizer: Any, share: float, whole_words: bool, vocabulary: int) -> Masker:
         """For a model that knows the first `vocabulary` tokens of a tokenizer."""
-        if tokenizer.mask_token_id is None:
-            problem = "has no mask token, so nothing can be masked"
-            raise UserError("model.tokenizer", type(tokenizer).__name__, problem, "use the tokenizer of a masked model")
+        assert tokenizer.mask_token_id is not None, "the renderer refuses such tokenizers"
         special = set(tokenizer.all_special_ids)
         ordinary = np.array([i for i in range(min(vocabulary, len(tokenizer))) if i not in special], dtype=np.int64)
         starts = word_starts(tokenizer) if whole_words else None

@@ -37,9 +37,7 @@ class RowRenderer:
             "seq2seq": self._pairs, "masked": self._texts, "classify": self._labelled,
         }  # fmt: skip
         self.render = ways[purpose]
-        if purpose == "seq2seq" and tokenizer.eos_token_id is None:
-            problem = "has no end-of-sequence token, so the model would never learn where a target ends"
-            raise UserError("model.tokenizer", type(tokenizer).__name__, problem, "use a tokenizer with eos_token")
+        _check_tokens(tokenizer, purpose)
 
     def _encode(self, texts: list[str], **more: Any) -> list[np.ndarray]:
         if not texts:
@@ -119,6 +117,18 @@ class RowRenderer:
                 yield BadRow(example.where, example.number, "the text has no token", "give it a text, or delete it")
             else:
                 yield _document(example, tokens, np.array([number], np.int32))
+
+
+def _check_tokens(tokenizer: Any, purpose: Purpose) -> None:
+    """Refuses a tokenizer without the special token that a purpose cannot do without."""
+    problem = ""
+    if purpose == "seq2seq" and tokenizer.eos_token_id is None:
+        problem = "has no end-of-sequence token, so the model would never learn where a target ends"
+    if purpose == "masked" and tokenizer.mask_token_id is None:
+        problem = "has no mask token, so nothing can be masked"
+    if problem:
+        remedy = f"use the tokenizer of a {'masked' if purpose == 'masked' else 'seq2seq'} model"
+        raise UserError("model.tokenizer", type(tokenizer).__name__, problem, remedy)
 
 
 def special_ids(tokenizer: Any) -> np.ndarray:
