@@ -16,7 +16,8 @@ from support.tiny import GPT2, LLAMA, TIED, saved_model, tiny_run
 from shardwise.adapters.library import load_adapters, use_adapter
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.errors import UserError
-from shardwise.models.inference import load_for_inference
+from shardwise.export.check import compare, load_folder
+from shardwise.models.inference import from_checkpoint, load_for_inference
 
 CONFIGS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2}
 BOUND = 1e-5
@@ -73,6 +74,8 @@ def test_merged_is_the_same_model(tmp: Path, trained: dict[str, Path], case: str
     assert (logits(pretrained(target)) - worn).abs().max() <= BOUND
     assert (logits(pretrained(tmp / CASES[case][0])) - worn).abs().max() > 1e-3
     assert torch.equal(logits(load_for_inference(str(find_checkpoint(trained[case])))[0]), worn)
+    checked = compare(from_checkpoint(find_checkpoint(trained[case])), load_folder(target), [adapters.IDS[:1]], "fp32")
+    assert checked.problem is None, "layer by layer, what the merged weight is"
 
 
 def test_a_run_can_leave_the_merged_model_besides(tmp: Path, trained: dict[str, Path]) -> None:

@@ -59,8 +59,8 @@ def holds_adapter(checkpoint: Path) -> bool:
 
 def lacks_base(checkpoint: Path) -> bool:
     """Whether a checkpoint holds only what was trained, and a whole model needs the base's files besides."""
-    run = read_run(checkpoint)
-    return holds_adapter(checkpoint) or (bool(run.freeze) and run.model.name is not None)
+    run = json.loads((checkpoint / RUN).read_text())
+    return holds_adapter(checkpoint) or (bool(run.get("freeze")) and run["model"]["name"] is not None)
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

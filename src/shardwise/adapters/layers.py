@@ -160,6 +160,22 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer))
 
 
+@torch.no_grad()
+def worn_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters as a merged model should have them, found by asking each adapted layer what it does to its inputs."""
+    layers = dict(adapter_layers(model))
+    for name, parameter in model.named_parameters():
+        owner, _, end = name.rpartition(".")
+        if owner not in layers:
+            yield name, parameter
+        elif not is_added(name):
+            layer = layers[owner]
+            unit = torch.eye(features(layer)[0], device=parameter.device, dtype=parameter.dtype)
+            offset = layer(unit[:1] * 0)
+            weight = layer(unit) - offset  # in × out
+            yield name, offset[0] if end == "bias" else weight if is_transposed(layer) else weight.t()
+
+
 def _become(module: nn.Module, kind: type[AdapterLayer]) -> nn.Module:
     made: Any = _adapted_class
     module.__class__ = made(kind, type(module))

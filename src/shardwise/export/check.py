@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.adapters.layers import worn_parameters
 from shardwise.errors import RunFailed, UserError
 from shardwise.export.families import FAMILIES
 from shardwise.export.rope import scaling_of
@@ -186,8 +187,8 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def _parameters(reference: Any, exported: Any) -> tuple[float, str]:
     """The furthest that a parameter moved, over its largest value, and its name."""
-    found, worst = dict(exported.named_parameters()), (0.0, "")
-    for name, wanted in reference.named_parameters():
+    found, worst = dict(exported.named_parameters(remove_duplicate=False)), (0.0, "")
+    for name, wanted in worn_parameters(reference):
         got = found.get(name)
         if got is None or got.shape != wanted.shape:
             return float("inf"), name
