@@ -14,7 +14,8 @@ from support import cli, scenarios
 from support.ranks import run_ranks
 from support.tiny import PAIRS, tiny_run, tokenizer_folder
 
-from shardwise.checkpoint.store import PREFIX, load_tensors
+from shardwise.adapters.export import PREFIX
+from shardwise.checkpoint.store import load_tensors
 from shardwise.config.load import load_run
 from shardwise.observe.metrics import read_metrics
 from shardwise.optim.schedules import learning_rate
