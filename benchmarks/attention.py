@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.models.attention import install
+from shardwise.models.attention import fast_attention, install
 from shardwise.models.documents import Documents
-from shardwise.train.objective import fast_attention
 
 MODELS = {
     "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -123,6 +123,7 @@ def ours(file: Path, workers: int, tokenizer_folder: Path | None) -> dict[str, A
     tokenizer.chat_template = CHATML
     if tokenizer_folder:
         tokenizer.save_pretrained(tokenizer_folder)
+    from shardwise.data.layout import CausalLayout
     from shardwise.data.loader import Loader
     from shardwise.data.mixing import SourceStream
     from shardwise.data.prepare import prepare_data
@@ -132,7 +133,7 @@ def ours(file: Path, workers: int, tokenizer_folder: Path | None) -> dict[str, A
         prepared = prepare_data(run.data, tokenizer, 0)
         tokenised = time.perf_counter()
         stream = SourceStream("chats", prepared.train[0].store)
-        loader = Loader([stream], LENGTH, True, run.data.packing_window, 0, 0)
+        loader = Loader([stream], LENGTH, True, run.data.packing_window, 0, CausalLayout(0))
         sequences = loader.epoch_sequences()
         packed = time.perf_counter()
     facts = prepared.train[0].facts or {}
@@ -189,7 +190,8 @@ def axolotl(count: int) -> dict[str, Any]:
     from axolotl.utils.samplers.multipack import MultipackBatchSampler
     from torch.utils.data import RandomSampler
 
-    from shardwise.data.packing import pack_windows
+    from shardwise.config.schema import Data
+    from shardwise.data.packing import best_fit
 
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.9, count), 8, LENGTH).astype(np.int64)
     theirs = []
@@ -203,7 +205,8 @@ def axolotl(count: int) -> dict[str, Any]:
         theirs.append(time.perf_counter() - started)
     bins = sum(len(batch) for batch in batches)
     started = time.perf_counter()
-    sequences = sum(1 for _ in pack_windows(lengths, LENGTH))
+    window = Data.model_fields["packing_window"].default
+    sequences = sum(int(best_fit(lengths[at : at + window], LENGTH).max()) + 1 for at in range(0, count, window))
     ours_seconds = time.perf_counter() - started
     total = int(lengths.sum())
     return {

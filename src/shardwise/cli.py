@@ -141,20 +141,44 @@ def data(
 @app.command(epilog=_examples(
     "shardwise export out/run my-model",
     "shardwise export out/run/checkpoints/step-00000200 my-model --dtype bf16 --shard-size 2GiB",
+    "shardwise export out/lora my-model --merged",
+    "shardwise export out/run my-model.gguf --gguf q8_0",
+    "shardwise export out/run my-model --push owner/name --private",
 ))  # fmt: skip
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A run's output folder (newest checkpoint) or a checkpoint.")],
-    target: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run's output folder (newest checkpoint) or a checkpoint; for --gguf also a model."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="The Hugging Face folder to write, or the .gguf file.")],
     dtype: Annotated[str, typer.Option(help="auto (as the original weights), bf16, fp16 or fp32.")] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "4GiB",
     overwrite: Annotated[bool, typer.Option(help="Replace the target if it exists.")] = False,
     changed_tokenizer: Annotated[
         bool, typer.Option("--changed-tokenizer", help="Go on if the tokenizer changed.")
     ] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Of an adapter run: base and adapter as one model.")] = False,
+    gguf: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Write a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0."),
+    ] = None,
+    check: Annotated[
+        bool | None, typer.Option(help="Compare with the trained model; default: where it fits in memory.")
+    ] = None,
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the hub's repository private.")] = False,
 ) -> None:
-    """Write a checkpoint as a standard Hugging Face folder, streamed in bounded memory."""
-    from shardwise.checkpoint.hf import DTYPES, export_checkpoint, find_checkpoint
+    """Write a checkpoint as a Hugging Face folder or a GGUF file, compared with the trained model, with a card.
+
+    Of an adapter run it is the adapter, as PEFT writes it.
+    """
+    from shardwise.checkpoint.hf import DTYPES, find_checkpoint
     from shardwise.config.units import parse_size
+    from shardwise.export.command import Check, export_folder, export_gguf
+    from shardwise.export.hub import check_hub
+    from shardwise.export.hub import push as push_to_hub
 
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError("--dtype", dtype, "is not known", f"use auto, {', '.join(DTYPES)}")
@@ -164,16 +188,39 @@ def export(
             raise ValueError("must be above 0")
     except ValueError as error:
         raise UserError("--shard-size", shard_size, str(error), "write e.g. 4GiB") from None
-    found = find_checkpoint(checkpoint)
-    _say(f"exporting {found}")
-    export_checkpoint(found, target, dtype, size, overwrite, _say, changed_tokenizer=changed_tokenizer)
+    if private and push is None:
+        raise UserError("--private", None, "has no effect without --push", "add --push owner/name, or leave it out")
+    hub = check_hub(push) if push is not None else None
+    wanted: Check = "auto" if check is None else check
+    if gguf is not None:
+        if dtype != "auto":
+            raise UserError("--dtype", dtype, "is for Hugging Face folders", f"leave it out: --gguf {gguf} is the type")
+        done = export_gguf(checkpoint, target, gguf, overwrite, _say, changed_tokenizer, wanted)
+    else:
+        found = find_checkpoint(Path(checkpoint).expanduser())
+        _say(f"exporting {found}")
+        done = export_folder(
+            found,
+            target,
+            dtype,
+            size,
+            overwrite,
+            _say,
+            changed_tokenizer=changed_tokenizer,
+            check=wanted,
+            merged=merged,
+        )
+    _say(done.checked or "not checked")
     print(f"the model lies in {target}")
+    if push is not None:
+        print(f"pushed to {push_to_hub(hub, done.path, push, private, done.card)}")
 
 
 @app.command(epilog=_examples(
     "shardwise chat out/run",
     'shardwise chat my-model --prompt "What does ZeRO stage 3 shard?"',
     "shardwise chat smollm2-135m-instruct --temperature 0.7 --seed 1",
+    "shardwise chat out/run --compare smollm2-135m-instruct",
     "cat questions.txt | shardwise chat out/run",
 ))  # fmt: skip
 def chat(
@@ -186,6 +233,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Another model that answers the same questions.")
+    ] = None,
     changed_tokenizer: Annotated[
         bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
     ] = False,
@@ -197,9 +247,94 @@ def chat(
     from shardwise.serve.chat import chat as run_chat
     from shardwise.serve.generate import Sampling
 
-    loaded, tokenizer = load_for_inference(model, changed_tokenizer)
+    def load(name: str) -> tuple[Any, Any]:
+        return load_for_inference(name, changed_tokenizer)
+
+    loaded, tokenizer = load(model)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model)
+    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model, load, compare)
+
+
+@app.command(epilog=_examples(
+    "shardwise serve out/run",
+    "shardwise serve base=smollm2-135m-instruct tuned=out/run --port 8080",
+    "MY_KEY=… shardwise serve out/run --host 0.0.0.0 --api-key-env MY_KEY --rate 60/min",
+))  # fmt: skip
+def serve(
+    model: Annotated[list[str], typer.Argument(metavar="[NAME=]MODEL…", help="What `chat` takes, one or several.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; elsewhere than here needs a key or --open.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the key that clients must send.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer a request may ask for.")] = 4096,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Answers computed at once; others wait.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Answers that may wait; beyond that, 503.")] = 256,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take, waiting included.")] = 600,
+    rate: Annotated[str | None, typer.Option(metavar="N/min", help="Requests per client; beyond that, 429.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests; default: its folder's.")] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Listen elsewhere than here without a key.")] = False,
+    engine: Annotated[str, typer.Option(help="auto (vLLM if installed and a GPU), vllm or transformers.")] = "auto",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    changed_tokenizer: Annotated[
+        bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
+    ] = False,
+) -> None:
+    """Serve models over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /v1/models."""
+    from shardwise.serve.command import Options
+    from shardwise.serve.command import serve as run_server
+
+    run_server(Options(
+        model, host, port, api_key_env, max_tokens, max_concurrent, queue, timeout, rate, name, open_, engine,
+        log_prompts, changed_tokenizer,
+    ))  # fmt: skip
+
+
+@app.command("eval", epilog=_examples(
+    "shardwise eval out/run   # what the run held out",
+    "shardwise eval smollm2-135m-instruct out/run --data heldout.jsonl   # side by side",
+    "shardwise eval out/run --choice mmlu.csv --shots 5 --examples dev.csv --score letter --output out/eval",
+    "shardwise eval out/run --generate sums.jsonl --scorer numeric --json",
+    "shardwise eval A B --judge mt.jsonl --judge-url http://127.0.0.1:8000/v1 --judge-model big --output out/mt",
+    "shardwise eval A B C --tasks eval.yaml",
+))  # fmt: skip
+def evaluate(
+    context: typer.Context,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="As for chat; several are compared.")],
+    tasks: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Tasks with all their settings.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Loss and perplexity on this file. Can be repeated.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="Multiple choice from this file.")] = None,
+    score: Annotated[str, typer.Option(help="Of choices: byte, raw, token or letter.")] = "byte",
+    shots: Annotated[int, typer.Option(min=0, help="Worked examples before each choice question.")] = 0,
+    examples: Annotated[str | None, typer.Option(help="The file they are from.")] = None,
+    generate: Annotated[list[str] | None, typer.Option(help="Answers to the prompts of this file, scored.")] = None,
+    scorer: Annotated[str, typer.Option(help="exact, contains, regex, json or numeric.")] = "exact",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer (generate, judge).")] = None,
+    lm_eval: Annotated[list[str] | None, typer.Option(metavar="TASK", help="A task of lm-eval.")] = None,
+    lm_eval_folder: Annotated[str | None, typer.Option(help="Folder of lm-eval task files of your own.")] = None,
+    judge: Annotated[str | None, typer.Option(help="Questions whose answers another model judges.")] = None,
+    judge_url: Annotated[str | None, typer.Option(help="Its OpenAI-compatible endpoint.")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Its name there.")] = None,
+    judge_mode: Annotated[str, typer.Option(help="single (grades) or pairwise (against the first model).")] = "single",
+    judge_key: Annotated[str, typer.Option(metavar="VARIABLE", help="Holds the key.")] = "OPENAI_API_KEY",
+    limit: Annotated[int | None, typer.Option(min=1, help="First so many rows of each file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for results.json and samples.jsonl.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON and nothing else.")] = False,
+    changed_tokenizer: Annotated[
+        bool, typer.Option("--changed-tokenizer", help="Go on if tokenizer or chat template changed since training.")
+    ] = False,
+) -> None:
+    """Measure models: losses, multiple choice, scored answers, lm-eval's tasks, a judge; several side by side.
+
+    Without options: what the run that made the model held out.
+    """
+    from shardwise.evaluate.command import evaluate as measure
+    from shardwise.evaluate.options import tasks_from
+
+    todo = tasks_from(context.params)
+    measure(models, todo, output, as_json, changed_tokenizer)
 
 
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))
@@ -229,6 +364,33 @@ def demo(
         write_example(write)
         return
     play(output, seconds, ranks)
+
+
+@app.command(epilog=_examples(
+    "shardwise recipes",
+    "shardwise recipes qlora   # those whose name or purpose has the word",
+    "shardwise recipes llama-3.1-8b-lora-24gb run.yaml   # copy one",
+))  # fmt: skip
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="A recipe, or a word to look for.")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="File or folder to copy it to.")] = None,
+) -> None:
+    """List ready-made runs, show one, or copy it to start from."""
+    from shardwise.recipes import copy_recipe, recipe
+    from shardwise.recipes import recipes as all_recipes
+
+    known = all_recipes()
+    if name is not None and target is not None:
+        written = copy_recipe(name, target)
+        print(f"{written}: point data at your own files, then run `shardwise train {written}`")
+        return
+    found = {n: about for n, about in known.items() if name is None or name.lower() in f"{n} {about}".lower()}
+    if name is not None and (name in known or not found):
+        print(recipe(name), end="")
+        return
+    width = max(map(len, found))
+    for each, about in found.items():
+        print(f"{each:{width}}  {about}")
 
 
 @app.command(

@@ -26,7 +26,8 @@ from torch import nn
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
 from shardwise.config.explain import wanted
 from shardwise.config.resolve import check_places, check_plusplus
-from shardwise.config.schema import LossScale, Offload, Parallel, Section
+from shardwise.config.schema import LossScale, Offload, Parallel
+from shardwise.config.section import Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks, materialise

@@ -28,6 +28,7 @@ class Result:
     eval_loss: float | None
     model: Path
     metrics: list[dict[str, Any]]
+    check: str | None = None  # what comparing the exported folder with the trained model said
 
 
 class Trainer:
@@ -99,6 +100,7 @@ class Trainer:
             summary["eval_loss"],
             Path(summary["model"]),
             read_metrics(job.output / "metrics.jsonl"),
+            summary.get("check"),
         )
 
 

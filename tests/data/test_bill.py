@@ -115,7 +115,8 @@ def test_the_json_keeps_its_keys() -> None:
     values = json.loads(json.dumps(bill(evaluation=(source("eval.jsonl"),)).to_json()))
     assert values["version"] == 1
     assert set(values) == {
-        "version", "tokenizer", "template", "sequence_length", "loss_on", "over_length", "train", "eval", "packing",
+        "version", "tokenizer", "template", "sequence_length", "loss_on", "over_length", "purpose", "train", "eval",
+        "packing",
     }  # fmt: skip
     assert set(values["train"][0]) == set(values["eval"][0]) == SOURCE_KEYS
     assert (
@@ -158,7 +159,7 @@ def test_good_data_are_not_complained_about() -> None:
         (bill(source(fates={"duplicate": 200})), bill(source(fates={"duplicate": 101, "near duplicate": 100})),
          "duplicates", "chat.jsonl", "201 of 1,000"),
         (bill(source(longest=4096)), bill(source(longest=4097)), "long rows", "chat.jsonl", "99.9% of its rows fit"),
-        (bill(source(length=4000)), bill(source(length=5000)), "long rows", "chat.jsonl", "5,056 would hold 99.9%"),
+        (bill(source(length=4000)), bill(source(length=5000)), "long rows", "chat.jsonl", "5,000 would hold 99.9%"),
         (shared(share=0.01), shared(share=0.009), "share", "b", "0.9% of the mixture"),
         (packed(0.91), packed(0.89, length=1500), "packing", "", "sequence_length is short"),
         (packed(0.91), packed(0.5, sequences=3), "packing", "", "shorter data.sequence_length"),
@@ -319,3 +320,11 @@ def test_progress_can_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cached_sources_have_no_speed() -> None:
     cached = bill(replace(source(), cached=True, seconds=0.0))
     assert cached.train[0].tokens_per_second is None and "cached" in text_of(200, cached)
+
+
+def test_rows_that_are_read_one_at_a_time_are_not_told_to_be_packed() -> None:
+    loose = PackingBill(False, 1000, 1000, 12_000, 64, 65536)
+    classes = source(format="label", length=12, supervised=10)
+    kinds = {purpose: [n.kind for n in warnings(bill(classes, packing=loose, purpose=purpose))] for purpose in (
+        "causal", "seq2seq", "masked", "classify")}  # fmt: skip
+    assert kinds == {"causal": ["learned", "packing"], "seq2seq": ["learned"], "masked": [], "classify": []}

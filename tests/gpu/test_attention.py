@@ -17,8 +17,8 @@ from support.tiny import tiny_run, tokenizer_folder
 from torch import nn
 
 from shardwise.models import attention
+from shardwise.models.attention import fast_attention
 from shardwise.models.documents import DocumentMask, Documents
-from shardwise.train.objective import fast_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import signal
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from shardwise.errors import Interrupted, UserError
 from shardwise.serve import chat as chat_module
-from shardwise.serve.chat import Conversation, Terminal, append_chat_row, changed, chat
+from shardwise.serve.chat import Conversation, Terminal, changed, chat
 from shardwise.serve.generate import Sampling, reply
+from shardwise.serve.transcript import append_chat_row
 
 SKY, CAT, LONG = "What colour is the sky?", "Which animal says meow, and where does it like to sleep?", "sky " * 200
 
@@ -43,8 +46,9 @@ def play(model: Any, tokenizer: Any) -> Play:
 
     def _play(*keys: str | type[BaseException], **given: Any) -> tuple[str, Conversation]:
         screen, read = io.StringIO(), Keys(*keys)
+        load, look = given.pop("load", None), given.pop("look", {"width": 200})
         conversation = Conversation(model, tokenizer, given.pop("sampling", Sampling(max_tokens=20)), **given)
-        Terminal(conversation, Console(file=screen, width=200), read).run("tiny")
+        Terminal(conversation, Console(file=screen, **look), read, load).run("tiny")
         assert not read.keys, f"left before {read.keys}"
         return screen.getvalue(), conversation
 
@@ -117,6 +121,72 @@ def test_set_changes_and_shows_settings(play: Play) -> None:
     assert "2 tokens · " in screen and "cut at max_tokens=2 (/set max_tokens=4)" in screen
     assert "is not a number" in screen and "settings: temperature" in screen and "out of range" in screen
     assert changed(Sampling(seed=3), ["seed=None"]).seed is None
+
+
+def test_set_takes_a_blank_for_the_equals_sign(play: Play) -> None:
+    _, talk = play("/set temperature 0.7", "/set seed 3 max_tokens 5")
+    assert talk.sampling == Sampling(max_tokens=5, temperature=0.7, seed=3)
+
+
+def test_tokens_counts_what_the_model_sees(play: Play, tokenizer: Any, pairs: dict[str, str]) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": pairs["Hi"]}]
+    used = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+    screen, _ = play("/tokens", "Hi", "/tokens")
+    assert "0 tokens of 128, 128 left" in screen and f"{used} tokens of 128, {128 - used} left" in screen
+
+
+def test_load_goes_on_where_save_left(play: Play, tmp_path: Path, pairs: dict[str, str]) -> None:
+    path = tmp_path / "talk.jsonl"
+    play("Draw", f"/save {path}", "/reset", "/system be kind", "Hi", f"/save {path}")
+    screen, talk = play("/load", "Draw", f"/load {path}", "/retry")
+    assert "name a file" in screen and "1 turn loaded, and a system message" in screen
+    assert talk.system == "be kind" and [q for q, _ in talk.turns] == ["Hi"]
+    (tmp_path / "odd.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
+    for name, words in (("none.jsonl", "No such file"), ("odd.jsonl", "alternate"), ("talk.jsonl", "is no chat")):
+        if name == "talk.jsonl":
+            path.write_text("# notes")
+        screen, talk = play("Hi", f"/load {tmp_path / name}")
+        assert words in screen and talk.turns == [("Hi", pairs["Hi"])], "what was there stays"
+
+
+def test_compare_shows_both_and_keeps_their_turns_apart(
+    play: Play, model: Any, tokenizer: Any, pairs: dict[str, str]
+) -> None:
+    other = copy.deepcopy(model)
+    other.lm_head.weight.data = torch.roll(other.lm_head.weight.data, 1, 0)
+    told = reply(other, tokenizer, [{"role": "user", "content": "Hi"}], Sampling(max_tokens=20)).text
+    assert told and told != pairs["Hi"]
+    loaded: list[str] = []
+
+    def load(name: str) -> tuple[Any, Any]:
+        loaded.append(name)
+        return other, tokenizer
+
+    for look in ({"width": 60}, {"width": 140, "force_terminal": True}):
+        screen, talk = play("/compare", "/compare base", "Hi", "/undo", "Hi", "/compare", "Hi", load=load, look=look)
+        assert "name a model" in screen and "only tiny answers" in screen
+        assert screen.count(pairs["Hi"]) >= 2 and "base" in screen and told.strip()[:6] in screen
+        assert [q for q, _ in talk.turns] == ["Hi", "Hi"] and talk.turns[0][1] == pairs["Hi"]
+    assert loaded == ["base", "base"]
+
+
+def test_ctrl_c_in_a_comparison_takes_the_question_back_from_both(play: Play, model: Any, tokenizer: Any) -> None:
+    other = copy.deepcopy(model)
+
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    other.generate = interrupted
+    screen, talk = play("/compare base", "Hi", load=lambda _: (other, tokenizer))
+    assert "the question is taken back" in screen and talk.turns == []
+
+
+def test_compare_in_a_script_puts_each_answer_under_its_title(
+    model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str], pairs: dict[str, str]
+) -> None:
+    sampling = Sampling(max_tokens=20)
+    chat(model, tokenizer, sampling, None, "Hi", Console(), "tuned", lambda _: (model, tokenizer), "base")
+    assert capsys.readouterr() == (f"== tuned\n{pairs['Hi']}\n== base\n{pairs['Hi']}\n", "")
 
 
 def test_unknown_command_gives_a_hint_and_help_lists_them(play: Play) -> None:

@@ -47,7 +47,7 @@ def train(run: dict[str, Any]) -> tuple[list[float], list[float], dict[str, torc
     fit(parts)
     records = [r for r in read_metrics(Path(run["output"]) / "metrics.jsonl") if r["kind"] == "train"]
     # From the exported model, not gathered: on a GPU torch 2.11 crashes in full_tensor() over gloo.
-    final = load_file(Path(run["output"]) / "model" / "model.safetensors")
+    final = load_file(next((Path(run["output"]) / "model").glob("*model.safetensors")))  # the model's, or an adapter's
     return [r["loss"] for r in records], [r["grad_norm"] for r in records], final
 
 
@@ -163,7 +163,7 @@ def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
     done.set()
     thread.join()
     peak[0] = max(peak[0], private_bytes())
-    held = sum(p.to_local().numel() * 4 for p in sharded.model.parameters())
+    held = sum(p.to_local().nbytes for p in sharded.model.parameters())
     return {"before": before, "peak": peak[0], "after": private_bytes(), "held": held}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.examples import Document
+from shardwise.data.layout import CausalLayout
 from shardwise.data.loader import Loader, MicroBatch
 from shardwise.data.mixing import SourceStream
 from shardwise.data.store import TokenStore, finish, write_chunk
@@ -51,7 +52,7 @@ def loader(
     sources: Iterable[SourceStream], packing: bool = True, window: int = 1000, seed: int = 3, **settings: Any
 ) -> Loader:
     """A loader over them, with sequences of `LENGTH` tokens."""
-    return Loader(list(sources), LENGTH, packing, window, seed, PAD, **settings)
+    return Loader(list(sources), LENGTH, packing, window, seed, CausalLayout(PAD), **settings)
 
 
 def places(sequences: Iterable[np.ndarray]) -> Counter[tuple[int, int, int]]:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.objectives import Task
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -48,7 +50,7 @@ def tokenizer_folder(folder: Path, template: str | None = CHATML) -> str:
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
     raw.train_from_iterator(
         text,
         trainers.BpeTrainer(
@@ -58,22 +60,25 @@ def tokenizer_folder(folder: Path, template: str | None = CHATML) -> str:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "mask_token": "<|mask|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, **names)
     if template:
         fast.chat_template = template
     fast.save_pretrained(folder)
     return str(folder)
 
 
-def saved_model(folder: Path, config: dict[str, Any], seed: int = 0) -> str:
+def saved_model(folder: Path, config: dict[str, Any], seed: int = 0, task: Task = "causal") -> str:
     """Random weights and a tokenizer as a Hugging Face folder."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from shardwise.models.tasks import auto_class
 
     if not (folder / "config.json").exists():
         values = dict(config)
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+        model = auto_class(task).from_config(AutoConfig.for_model(values.pop("model_type"), **values))
         model.save_pretrained(folder)
     return tokenizer_folder(folder)
 

@@ -13,9 +13,11 @@ from support.tiny import GPT2, LLAMA
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.data.examples import Document
-from shardwise.data.loader import Loader
+from shardwise.data.layout import CausalLayout
+from shardwise.data.loader import IGNORE, Loader, MicroBatch
 from shardwise.data.mixing import SourceStream
-from shardwise.train.objective import CausalObjective, Loss
+from shardwise.objectives.base import Loss
+from shardwise.objectives.causal import CausalObjective
 
 LENGTH, COUNT = 96, 40
 MODELS: dict[str, dict[str, Any]] = {
@@ -52,7 +54,7 @@ def computed(model: Any, loader: Loader, micro: int) -> tuple[Loss, dict[str, to
         total, by_source = total + loss.total.detach() / count, by_source + loss.by_source
     learned = torch.tensor([b.by_source for b in batches]).sum(0)
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return Loss(total, by_source / learned), grads
+    return Loss(total, by_source / learned, learned), grads
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,8 +64,8 @@ def test_same_loss_and_gradients(name: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     model.train()
     sources = streams(tmp_path)
-    packed = Loader(sources, LENGTH, True, 1000, 0, 0)
-    plain = Loader(sources, LENGTH, False, 1000, 0, 0)
+    packed = Loader(sources, LENGTH, True, 1000, 0, CausalLayout(0))
+    plain = Loader(sources, LENGTH, False, 1000, 0, CausalLayout(0))
     assert packed.epoch_sequences() < 0.7 * plain.epoch_sequences() == 0.7 * COUNT
     (loss, grads), (other, others) = computed(model, packed, 4), computed(model, plain, 4)
     apart = abs(loss.total - other.total).item() / other.total.item()
@@ -80,8 +82,6 @@ def test_same_loss_and_gradients(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sources", [1, 3])
 def test_total_is_the_sum_as_it_was(sources: int) -> None:
     """The loss by source changes nothing: the total and its gradient are those of the plain sum."""
-    from shardwise.data.loader import IGNORE, MicroBatch
-
     torch.manual_seed(0)
     logits = (8 * torch.randn(4, 300, 515)).requires_grad_()
     labels = torch.randint(0, 515, (4, 300)).masked_fill(torch.rand(4, 300) < 0.3, IGNORE)

@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, list_checkpoints, load_tensors
+from shardwise.adapters.export import (
+    checkpoint_plan,
+    holds_adapter,
+    lacks_base,
+    read_run,
+    read_tensor,
+    stored_tensors,
+    write_adapter,
+)
+from shardwise.adapters.merge import Merger, find_base
+from shardwise.adapters.peft import CONFIG
+from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, list_checkpoints
 from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PREFIX = "model."
+Entry = tuple[str, torch.Size, torch.dtype]
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -41,13 +50,19 @@ def export_checkpoint(
     say: Callable[[str], None] = lambda _: None,
     verified: bool = False,
     changed_tokenizer: bool = False,
+    merged: bool = False,
+    finish: Callable[[Path], None] = lambda _: None,
 ) -> Path:
     """Writes a folder that `transformers` loads; the folder appears whole or not at all.
 
-    Unless `changed_tokenizer`, the checkpoint's tokenizer must still give the tokens that the model was trained on.
+    Of an adapter run it is PEFT's folder of the adapter, or with `merged` the whole model. `finish` may add to the
+    folder, or raise to have none, before it appears. Unless `changed_tokenizer`, the checkpoint's tokenizer must still
+    give the tokens that the model was trained on.
     """
     target = Path(os.path.abspath(target.expanduser()))  # "." has a name too
     _check_target(target, checkpoint, overwrite)
+    if merged and not holds_adapter(checkpoint):
+        raise UserError("--merged", True, "this run trained no adapter", "leave it out: the folder is a whole model")
     if not verified:
         check_whole(checkpoint)
         if not changed_tokenizer:
@@ -55,7 +70,11 @@ def export_checkpoint(
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        _write_folder(checkpoint, partial, _dtype(checkpoint, dtype), shard_size, say)
+        if holds_adapter(checkpoint) and not merged:
+            write_adapter(checkpoint, partial, None if dtype == "auto" else DTYPES[dtype])
+        else:
+            _write_folder(checkpoint, partial, _dtype(checkpoint, dtype), shard_size, say)
+        finish(partial)
         _replace(target, partial)
     except (OSError, SafetensorError) as error:
         problem = f"cannot be written ({getattr(error, 'strerror', None) or error})"
@@ -86,7 +105,8 @@ def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError("target", str(target), "exists and is not empty", "choose another folder or pass --overwrite")
-    if not (target / "config.json").is_file() or checkpoint.resolve().is_relative_to(target.resolve()):
+    known = (target / "config.json").is_file() or (target / CONFIG).is_file()
+    if not known or checkpoint.resolve().is_relative_to(target.resolve()):
         problem = "holds something other than a model, which --overwrite would delete"
         raise UserError("target", str(target), problem, "choose another folder")
 
@@ -94,20 +114,37 @@ def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
 def _write_folder(
     checkpoint: Path, folder: Path, kind: torch.dtype, shard_size: int, say: Callable[[str], None]
 ) -> None:
+    outline, read = _tensors(checkpoint)
     shutil.copytree(checkpoint / MODEL, folder)
-    groups = list(_groups(checkpoint, kind, shard_size))
+    (folder / CONFIG).unlink(missing_ok=True)
+    groups = list(_groups(outline, kind, shard_size))
     weight_map: dict[str, str] = {}
     total = 0
     for number, group in enumerate(groups, 1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        total += _write_group(checkpoint, group, folder / name, kind)
-        weight_map |= dict.fromkeys((key for key, _, _ in group), name)
+        total += _write_group(group, read, folder / name, kind)
+        weight_map |= dict.fromkeys(group, name)
         say(f"wrote {name}")
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     _stamp_dtype(folder / "config.json", kind)
     shutil.copy(checkpoint / RUN, folder / "shardwise_run.json")
+
+
+def _tensors(checkpoint: Path) -> tuple[list[Entry], Callable[[str], torch.Tensor]]:
+    """What the whole model consists of, and how to read it: from the checkpoint, and what it lacks from the base."""
+    stored = stored_tensors(checkpoint)
+
+    def read(name: str) -> torch.Tensor:
+        return read_tensor(checkpoint, name, *stored[name])
+
+    if not lacks_base(checkpoint):
+        return [(name, *entry) for name, entry in stored.items()], read
+    source, model = find_base(read_run(checkpoint))
+    assert source.weights is not None
+    merger = Merger(model, source.weights, checkpoint_plan(checkpoint), stored, read)
+    return merger.outline(), merger
 
 
 def _replace(target: Path, new: Path) -> None:
@@ -120,36 +157,28 @@ def _replace(target: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _groups(checkpoint: Path, kind: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
+def _groups(outline: Sequence[Entry], kind: torch.dtype, limit: int) -> Iterator[list[str]]:
     """Tensors of the model, in files of at most `limit` bytes (a larger tensor gets a file of its own)."""
-    metadata = FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata
-    group: list[tuple[str, torch.Size, torch.dtype]] = []
+    group: list[str] = []
     size = 0
-    for name, entry in metadata.items():
-        if not name.startswith(PREFIX):
-            continue
-        stored: Any = entry
-        saved = stored.properties.dtype
-        bytes_ = stored.size.numel() * (kind if saved.is_floating_point else saved).itemsize
+    for name, shape, saved in outline:
+        bytes_ = shape.numel() * (kind if saved.is_floating_point else saved).itemsize
         if group and size + bytes_ > limit:
             yield group
             group, size = [], 0
-        group.append((name.removeprefix(PREFIX), stored.size, saved))
+        group.append(name)
         size += bytes_
     if group:
         yield group
 
 
-def _write_group(
-    checkpoint: Path, group: list[tuple[str, torch.Size, torch.dtype]], file: Path, kind: torch.dtype
-) -> int:
+def _write_group(names: list[str], read: Callable[[str], torch.Tensor], file: Path, kind: torch.dtype) -> int:
     from safetensors.torch import save_file
 
     tensors = {}
-    for name, size, saved in group:  # one at a time: besides the group only one tensor in its saved type is held
-        tensor = torch.empty(size, dtype=saved)
-        load_tensors(checkpoint, {PREFIX + name: tensor}, None)
-        tensors[name] = tensor.to(kind) if saved.is_floating_point else tensor
+    for name in names:  # one at a time: besides the group only one tensor in its saved type is held
+        tensor = read(name)
+        tensors[name] = tensor.to(kind) if tensor.is_floating_point() else tensor
     save_file(tensors, file, metadata={"format": "pt"})
     return sum(t.numel() * t.element_size() for t in tensors.values())
 

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise.config.schema import DEEPSPEED_SCHEDULES, Clash, Run
+from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
+from shardwise.config.section import Clash
 from shardwise.errors import UserError
 
 _EXAMPLES = {

@@ -13,10 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.methods import Qlora
+from shardwise.config.metrics import check_metrics
+from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.schema import Offload, Parallel, Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import shard_size
 
+# Models whose first position is the one behind their padding id (RoBERTa's 514 are 512).
+COUNTED_FROM_PADDING = frozenset(
+    ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "ibert", "esm",
+     "longformer", "luke", "mpnet", "xmod")
+)  # fmt: skip
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
 
@@ -63,6 +71,8 @@ def resolve_machine(run: Run) -> Resolution:
     _check_offload(result.run)
     _check_in_backward(result.run)
     _check_optimizer(result.run)
+    _check_method(result.run)
+    check_metrics(result.run)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -229,6 +239,15 @@ def _check_optimizer(run: Run) -> None:
         raise UserError("train.betas", list(train.betas), problem, "leave it out, or use another optimizer")
 
 
+def _check_method(run: Run) -> None:
+    kind = run.method.type
+    if kind != "full" and run.model.name is None:
+        problem = "an adapter of a model that starts from scratch would be of no use without it"
+        raise UserError("method", kind, problem, "use method: full, or give a model.name")
+    if kind == "full" and run.export.merged:
+        raise UserError("export.merged", True, "there is no adapter to merge", "leave it out, or set method: lora")
+
+
 def check_plusplus(parallel: Parallel, ranks: int) -> None:
     """ZeRO++ where there is nothing to gather, to reduce in shards, or to keep a second copy of."""
     zero, secondary = parallel.zero, parallel.secondary_shard
@@ -266,9 +285,63 @@ def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
     result.put("train.micro_batch_size", max(fits, default=1), f"at most {budget} tokens per forward on {run.device}")
 
 
+def task_wanted(run: Run) -> Task | None:
+    """The class of model that the objective asks for; None where the model's own class decides."""
+    return None if run.objective == "auto" else TASKS.get(run.objective.type, "causal")
+
+
+def purpose_of(run: Run) -> Purpose:
+    """What the rows of a run with a resolved objective become."""
+    assert run.objective != "auto"
+    return PURPOSES[run.objective.type]
+
+
+def resolve_objective(result: Resolution, task: Task) -> None:
+    """What the model's class is for, where the run does not say; rows that cannot be packed are not."""
+    if result.run.objective == "auto":
+        result.put("objective", {"type": task}, "what the model's class is for")
+    purpose, data = purpose_of(result.run), result.run.data
+    if data.packing and purpose in ("seq2seq", "masked", "classify"):
+        result.put("data.packing", False, f"{purpose} rows are read one at a time")
+    if data.over_length == "split" and purpose in ("seq2seq", "classify"):
+        what = "a target belongs to its whole source" if purpose == "seq2seq" else "a class belongs to a whole text"
+        raise UserError("data.over_length", "split", f"{what}, so rows cannot be split", "use truncate or drop")
+    check_judged(result.run)
+
+
+def check_judged(run: Run) -> None:
+    """What has no meaning where answers are judged as a whole."""
+    data = run.data
+    if purpose_of(run) not in ("preference", "kto"):
+        return
+    if data.over_length == "split":
+        problem = "an answer that is judged as a whole cannot be split"
+        raise UserError("data.over_length", "split", problem, "use error, drop or truncate")
+    if data.loss_on != type(data).model_fields["loss_on"].default:
+        problem = "what is learned are the answers that are judged, no more and no less"
+        raise UserError("data.loss_on", data.loss_on, problem, "leave it out")
+    _check_reference(run)
+
+
+def _check_reference(run: Run) -> None:
+    """An adapter's base is the reference where training starts from the base, and leaves it as it is."""
+    method = run.method
+    if run.objective.type not in ("dpo", "kto") or method.type == "full":  # type: ignore[union-attr]
+        return
+    if method.adapter is not None:
+        problem = "the reference would be the base without this adapter, not the model that training starts from"
+        remedy = "merge the adapter into the base first and train a new one, or use objective: orpo"
+        raise UserError("method.adapter", method.adapter, problem, remedy)
+    if isinstance(method, Qlora) and method.also:
+        problem = "the reference is the quantised base, which would be changed by training modules whole"
+        raise UserError("method.also", list(method.also), problem, "leave it out, or use method: lora")
+
+
 def resolve_model(result: Resolution, config: Any) -> None:
     """Checks the sequence length against what the model was made for."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit and config.model_type in COUNTED_FROM_PADDING:
+        limit -= config.pad_token_id + 1
     length = result.run.data.sequence_length
     if limit and length > limit:
         raise UserError("data.sequence_length", length, f"the model has {limit} positions", f"use {limit} or less")
@@ -288,12 +361,14 @@ def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:
         )
 
 
-def check_room(run: Run, parameters: int) -> None:
+def check_room(run: Run, trained: int, frozen: int = 0) -> None:
     """One checkpoint (fp32 master and two moments) and the exported model must fit on the disk of the output."""
     existing = Path(run.output).expanduser().absolute()
     while not existing.exists():
         existing = existing.parent
-    needed, free = 16 * parameters, shutil.disk_usage(existing).free
+    whole = run.method.type == "full" or run.export.merged  # frozen parameters are exported too
+    needed = 16 * trained + (4 * frozen if whole else 0)
+    free = shutil.disk_usage(existing).free
     if free < needed:
         problem = f"has {free / 2**30:.2f} GiB free; a checkpoint and the model take {needed / 2**30:.2f} GiB"
         raise UserError("output", run.output, problem, "free some space or choose a folder on another disk")

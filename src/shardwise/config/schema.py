@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from shardwise.config.methods import Full, Method, Patterns
+from shardwise.config.metrics import Best, Metric, StopEarly
+from shardwise.config.objectives import Objective
+from shardwise.config.section import Clash, Section
 from shardwise.config.units import (
     Count,
     Duration,
@@ -26,18 +30,6 @@ from shardwise.config.units import (
     parse_share,
 )
 from shardwise.errors import UserError
-
-
-class Clash(ValueError):
-    """Settings that do not go together: the key to blame, what is wrong with it and what to do."""
-
-    def __init__(self, key: str, problem: str, remedy: str) -> None:
-        self.key, self.problem, self.remedy = key, problem, remedy
-        super().__init__(problem)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -84,7 +76,18 @@ class Source(Section):
     path: str = Field(description="file, folder, glob, saved dataset, or hub id (hf:owner/name)", min_length=1)
     name: str | None = Field(default=None, description="of its loss curve; default: from the path")
     format: Literal[
-        "auto", "chat", "sharegpt", "alpaca", "prompt", "text", "segments", "tokens", "preference", "kto", "pair"
+        "auto",
+        "chat",
+        "sharegpt",
+        "alpaca",
+        "prompt",
+        "text",
+        "segments",
+        "tokens",
+        "preference",
+        "kto",
+        "pair",
+        "label",
     ] = Field(default="auto", description="auto reads it from the rows and says why")
     fields: dict[str, str] = Field(
         default={}, description="our name: theirs, a.b for nested, e.g. {prompt: question, completion: answer.text}"
@@ -334,6 +337,9 @@ class Train(Section):
     eval_every: Interval | None = Field(
         default=None, description="steps (50) or time (10min); default: at the end only"
     )
+    stop_early: StopEarly | None = Field(
+        default=None, description="end the run when evaluations no longer improve, e.g. {patience: 3}; needs data.eval"
+    )
     seed: Whole = Field(
         default=0, ge=0, lt=2**31, description="decides order, held-out rows, fresh weights and dropout"
     )
@@ -433,8 +439,9 @@ class Checkpoint(Section):
     """When the state of the run is saved and what is kept."""
 
     every: Interval | None = Field(default=100, description="steps (100) or time (10min); null = only at the end")
-    keep: Whole = Field(
-        default=2, ge=1, description="newest checkpoints kept; the best by evaluation loss is kept besides"
+    keep: Whole = Field(default=2, ge=1, description="newest checkpoints kept; the best by evaluation is kept besides")
+    best: Best = Field(
+        default=Metric(), description="figure of the evaluations that decides which checkpoint is the best"
     )
     background: bool = Field(default=True, description="write while training goes on")
 
@@ -444,6 +451,15 @@ class Export(Section):
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(default="auto", description="auto = as the original weights")
     shard_size: Size = Field(default=4 << 30, ge=1, description="largest safetensors file, e.g. 4GiB")
+    merged: bool = Field(default=False, description="after training an adapter, also write base and adapter as one")
+    checkpoint: Literal["last", "best"] = Field(
+        default="last", description="which checkpoint is exported: the last, or the best by checkpoint.best"
+    )
+    check: Literal["auto"] | bool = Field(
+        default="auto",
+        description="compare the folder with the trained model before it appears; auto = up to 2B parameters that fit "
+        "in memory",
+    )
 
 
 class Log(Section):
@@ -465,7 +481,15 @@ class Run(Section):
         description="a name (hub id, folder, .gguf file), or settings of its own"
     )
     data: Data = Field(description="what to learn from, e.g. data: {train: chat.jsonl}")
-    method: Literal["full"] = Field(default="full", description="full = train every parameter")
+    method: Method = Field(
+        default=Full(), description="what is trained: full, lora, qlora or ia3, or a mapping with its settings"
+    )
+    objective: Objective = Field(
+        default="auto",
+        description="what it is trained to do: causal, seq2seq, masked, classify, dpo, orpo, kto or distill, or a "
+        "mapping with its settings; auto = as the model's class says",
+    )
+    freeze: Patterns = Field(default=(), description="parameters that stay as they are, by name, * for any part")
     train: Train = Field(default=Train(), description="how to learn")
     parallel: Parallel = Field(default=Parallel(), description="how the model is spread over the ranks")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.data.bill import CHAT, LOST, REPEATS, Bill, SourceBill
+from shardwise.data.bill import CHAT, LOST, REPEATS, Bill, SourceBill, remedy_of
 from shardwise.errors import UserError
 
 LEAST_LEARNED, MOST_LEARNED = 0.02, 0.99
@@ -52,15 +52,7 @@ def _nothing_learned(source: SourceBill, bill: Bill) -> tuple[str, str]:
         fate, count = max(source.fates.items(), key=lambda item: item[1])
         if count * 2 >= source.rows:
             longest = source.longest or source.percentile(1.0)
-            remedies = {
-                "dropped": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
-                "truncated": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
-                "skipped": "mend the rows, or the format and fields of the source",
-                "filtered": "loosen data.refine.filter",
-                "contaminated": "take rows that are not in the eval sources",
-            }
-            remedy = remedies.get(fate, "check data.refine and the rows themselves")
-            return f"{problem}: {count:,} of them were left out ({fate})", remedy
+            return f"{problem}: {count:,} of them were left out ({fate})", remedy_of(fate, longest)
     if source.format in CHAT and bill.loss_on != "all":
         return problem, "give the rows answers (role assistant), or set data.loss_on: all"
     return problem, "check that the rows hold text, or leave the source out"
@@ -83,6 +75,8 @@ def warnings(bill: Bill) -> list[Notice]:
 
 def _learned(source: SourceBill, bill: Bill) -> list[Notice]:
     share, counted = source.learned_share, f"{source.supervised:,} of {source.tokens:,} tokens"
+    if bill.purpose in ("masked", "classify"):
+        return []  # what is learned is no part of the tokens there
     if share < LEAST_LEARNED:
         text = f"only {_percent(share)} of its tokens are learned ({counted}): most of the computing goes into prompts"
         return [Notice("learned", source.name, f"{text}; look at the preview for answers that are cut off or missing")]
@@ -107,19 +101,22 @@ def _left_out(source: SourceBill) -> list[Notice]:
 
 def _long(source: SourceBill, bill: Bill) -> list[Notice]:
     longest = source.longest or source.percentile(1.0)
-    split = bill.over_length == "split" or (bill.over_length is None and source.format == "text")
+    splits = source.format == "text" or bill.purpose == "masked"
+    split = bill.over_length == "split" or (bill.over_length is None and splits)
     if split or longest <= FAR * bill.sequence_length:
         return []
     most = source.percentile(0.999)
     text = f"its longest row has {longest:,} tokens, data.sequence_length is {bill.sequence_length:,}"
     if most > bill.sequence_length:
-        return [Notice("long rows", source.name, f"{text}; {_rounded(most):,} would hold 99.9% of its rows")]
+        enough = min(_rounded(most), longest)
+        return [Notice("long rows", source.name, f"{text}; {enough:,} would hold 99.9% of its rows")]
     return [Notice("long rows", source.name, f"{text}; 99.9% of its rows fit, so look at the few that do not")]
 
 
 def _packing(bill: Bill) -> list[Notice]:
     packing = bill.packing
-    if not packing.sequences or packing.efficiency >= LEAST_FULL:
+    one_a_row = bill.purpose in ("seq2seq", "masked", "classify")
+    if not packing.sequences or packing.efficiency >= LEAST_FULL or one_a_row:
         return []
     full, mean = _percent(packing.efficiency), packing.tokens / max(1, packing.documents)
     text = f"sequences are {full} full, the rest is padding"
@@ -127,21 +124,30 @@ def _packing(bill: Bill) -> list[Notice]:
         text = f"rows fill {full} of data.sequence_length and are padded to the longest of their batch"
         return [Notice("packing", "", f"{text}; data.packing: true puts several into a sequence")]
     if packing.sequences < FEW_SEQUENCES:
-        text += f": all data fill {packing.sequences} of {packing.sequence_length:,} tokens"
+        several = "sequence" if packing.sequences == 1 else "sequences"
+        text += f": all data fill {packing.sequences} {several} of {packing.sequence_length:,} tokens"
         return [Notice("packing", "", f"{text}; a shorter data.sequence_length or more data would fill them")]
     if mean * 3 > packing.sequence_length:
         text += f": data.sequence_length is short for documents of {mean:,.0f} tokens on average, which leave gaps"
         return [Notice("packing", "", f"{text}; raise it to {_rounded(int(mean * 8)):,} so that several fit into one")]
+    if packing.documents <= packing.window:
+        return []  # all were there to choose from: their lengths do not add up, and no setting would change that
     text += f": {packing.window:,} documents at a time are too few to choose from"
     return [Notice("packing", "", f"{text}; raise data.packing_window")]
 
 
 def _evaluation(bill: Bill) -> list[Notice]:
+    trained = {source.path for source in bill.train}
+    same = [
+        Notice("evaluation", s.name, "is trained on as well, so its loss says nothing about what the model has not "
+                                     "seen; use other rows, or a share: data.eval: 2%")
+        for s in bill.eval if s.path in trained
+    ]  # fmt: skip
     held = sum(source.held_out for source in bill.train)
     if not bill.eval and 0 < held < FEW_EVAL:
         text = f"only {held} rows are held out for evaluation: its loss will jump about by chance"
         return [Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own")]
-    return [
+    return same + [
         Notice("evaluation", s.name, f"only {s.rows} rows to evaluate on: the loss will jump about by chance; add rows")
         for s in bill.eval if 0 < s.rows < FEW_EVAL
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Source
 
 VERSION = 1  # of the JSON; raised when a key changes its meaning or goes
@@ -60,6 +61,21 @@ def coarse(histogram: Sequence[int], bars: int) -> list[tuple[int, int, int]]:
     width = -(-(last - first + 1) // max(1, bars))
     groups = [range(start, min(start + width, last + 1)) for start in range(first, last + 1, width)]
     return [(bin_range(g[0])[0], bin_range(g[-1])[1], sum(histogram[i] for i in g)) for g in groups]
+
+
+def remedy_of(fate: str, longest: int) -> str:
+    """What to do where most rows of a source have this fate."""
+    repeats = "its rows repeat each other or those of a source before it: leave it out, or set data.refine.duplicates"
+    remedies = {
+        "dropped": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+        "truncated": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+        "skipped": "mend the rows, or the format and fields of the source",
+        "filtered": "loosen data.refine.filter",
+        "contaminated": "take rows that are not in the eval sources",
+        "duplicate": repeats,
+        "near duplicate": repeats,
+    }
+    return remedies.get(fate, "check data.refine and the rows themselves")
 
 
 @dataclass(frozen=True)
@@ -184,6 +200,7 @@ class Bill:
     template: str | None  # fingerprint of tokenizer and chat template
     loss_on: str
     over_length: str | None
+    purpose: Purpose = "causal"
 
     @property
     def sequence_length(self) -> int:
@@ -202,6 +219,7 @@ class Bill:
             "sequence_length": self.sequence_length,
             "loss_on": self.loss_on,
             "over_length": self.over_length,
+            "purpose": self.purpose,
             "train": [source.to_json() for source in self.train],
             "eval": [source.to_json() for source in self.eval],
             "packing": self.packing.to_json(),

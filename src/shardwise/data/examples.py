@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["chat", "text", "segments", "tokens", "preference", "kto", "pair"]
+Kind = Literal["chat", "text", "segments", "tokens", "preference", "kto", "pair", "label"]
 Message = dict[str, Any]  # role and content, as chat templates take them; tool_calls, name, tool_call_id if any
 
 
@@ -34,6 +34,7 @@ class Example:
     preference  messages (the prompt), chosen, rejected: messages that answer it
     kto         messages (the prompt), chosen: the answer, label: whether it is wanted
     pair        prompt and text (the target); for seq2seq, and prompt and completion for a causal model
+    label       text (and a second one) and its category, as the row calls it
     """
 
     where: str
@@ -50,16 +51,22 @@ class Example:
     chosen: tuple[Message, ...] = ()
     rejected: tuple[Message, ...] = ()
     label: bool | None = None
+    second: str = ""
+    category: str = ""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and, for each, whether it is learned (the first never is: nothing predicts it)."""
+    """Token ids and, for each, whether it is learned (the first never is: nothing predicts it).
+
+    `head` is a number that is stored before them and is no token, for purposes that need one (layout.py).
+    """
 
     where: str
     number: int
     tokens: np.ndarray
     learned: np.ndarray
+    head: int | None = None
 
 
 class BadRow(Exception):

@@ -2,7 +2,8 @@
 
 [Note: formats] A format is a set of names (prompt, completion …) with the columns that usually bear them. `fields`
 says which column bears a name where that is unusual. Several formats may fit; the first of FORMATS that does is the
-most specific, and the reason says which others would have fitted.
+most specific, and the reason says which others would have fitted. Labels are looked for where texts are classified,
+and nowhere else: a corpus with a column of topics is a corpus to other objectives.
 """
 
 from __future__ import annotations
@@ -12,14 +13,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Source
 from shardwise.data.examples import BadRow, Example, Raw
+from shardwise.data.labels import label_name
 from shardwise.data.messages import Misfit, absent, whole
 from shardwise.data.readers import READERS, flag_of, has_messages, look_up
 from shardwise.errors import UserError
 
 SAMPLE = 100  # rows that detection looks at
 TEXTS = ("text", "content", "code", "body", "document", "raw_content", "page_content", "passage", "markdown")
+SENTENCES = (
+    "sentence",
+    "review",
+    "comment",
+    "tweet",
+    "question",
+    "title",
+    "sentence1",
+    "premise",
+    "question1",
+    "text1",
+)
+LABELS = ("label", "labels", "class", "category", "sentiment", "intent", "topic", "emotion")
 CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
 SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}  # chat's names for the same
 MEDIA = frozenset(f"{medium}{s}" for medium in ("image", "audio", "video") for s in ("", "s"))
@@ -81,6 +97,11 @@ FORMATS: dict[str, Format] = {
         ),
         EXTRAS,
     ),
+    "label": Format(
+        ("text", "label"),
+        tuple((text, label) for label in LABELS for text in (*TEXTS, *SENTENCES)),
+        {"second": ("sentence2", "hypothesis", "question2", "text2", "text_pair")},
+    ),
     "text": Format(("text",), tuple((c,) for c in TEXTS)),
 }
 
@@ -97,27 +118,29 @@ class Detected:
 # Detection
 
 
-def detect(raws: Sequence[Raw], source: Source, field: str) -> Detected:
+def detect(raws: Sequence[Raw], source: Source, field: str, purpose: Purpose = "causal") -> Detected:
     """The format of these rows; the user's mistake where none fits."""
     raws = raws[:SAMPLE]
     if not raws:
         raise UserError(field, source.path, "holds no rows", "check the file, or leave it out")
     _check_fields(source, field)
     if all(isinstance(raw.value, str) for raw in raws):
-        if source.format not in ("auto", "text"):
+        if source.format not in ("auto", "text") or purpose == "classify":
             problem = f"{raws[0].where} is plain text"
-            raise UserError(f"{field}.format", source.format, problem, "use files of rows, or format: text")
+            wanted = "rows with a text and a label" if purpose == "classify" else "rows, or format: text"
+            raise UserError(f"{field}.format", source.format, problem, f"use files of {wanted}")
         return Detected("text", "plain text: each file is one row", {"text": "text"})
     rows = [raw.value for raw in raws if isinstance(raw.value, dict)]
-    names = list(FORMATS) if source.format == "auto" else [source.format]
+    looked_for = ["label"] if purpose == "classify" else [name for name in FORMATS if name != "label"]
+    names = looked_for if source.format == "auto" else [source.format]
     found = [(name, columns, share) for name in names for columns, share in [_fit(name, rows, source)] if columns]
     # A few bad rows are borne; where formats are mixed, the one that most rows have.
     best = max((share for _, _, share in found), default=0.0)
     fits = [(name, columns) for name, columns, share in found if share >= 0.8 * best]
     if not fits:
-        raise _nothing_fits(rows, raws[0].where, source, field)
+        raise _nothing_fits(rows, raws[0].where, source, field, purpose)
     name, columns = fits[0]
-    reason = _reason(name, columns, rows, best, source, [other for other, _ in fits[1:]])
+    reason = _reason(name, columns, rows, best, source, [other for other, _ in fits[1:]], purpose)
     return Detected(name, reason, columns)
 
 
@@ -183,19 +206,27 @@ def _suits(name: str, row: dict[str, Any], columns: dict[str, str], forced: bool
         return isinstance(values["input_ids"], list)
     if name == "segments":
         return isinstance(values["segments"], list)
+    if name == "label":
+        return isinstance(values["text"], str) and label_name(values["label"]) is not None
     if name == "prompt":
         return all(isinstance(v, str) or has_messages(v, "role") for v in values.values())
     return all(isinstance(v, str) for v in values.values())
 
 
 def _reason(
-    name: str, columns: dict[str, str], rows: list[dict[str, Any]], share: float, source: Source, others: list[str]
+    name: str,
+    columns: dict[str, str],
+    rows: list[dict[str, Any]],
+    share: float,
+    source: Source,
+    others: list[str],
+    purpose: Purpose,
 ) -> str:
     shown = {key: column for key, column in columns.items() if key not in FORMATS[name].inner}
     listed = ", ".join(f"{c} (as {k})" if c != k else c for k, c in shown.items())
     many = "the rows have" if share >= 1 else f"{share:.0%} of the first {len(rows)} rows have"
     reason = f"{name}: {many} {listed}" if source.format == "auto" else f"{name}, as set: {many} {listed}"
-    if name in ("prompt", "pair"):
+    if name in ("prompt", "pair") and purpose == "causal":
         plain = isinstance(look_up(rows[0], columns[FORMATS[name].needed[0]]), str)
         reason += "; joined as they stand, without a chat template" if plain else ""
     if others:
@@ -208,7 +239,7 @@ def _reason(
     return reason
 
 
-def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field: str) -> UserError:
+def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field: str, purpose: Purpose) -> UserError:
     counts = Counter(column for row in rows for column in row)
     columns = ", ".join(str(c) for c, _ in counts.most_common(12)) or "none"
     texts = [c for c in counts if any(isinstance(row.get(c), str) for row in rows)]
@@ -221,7 +252,10 @@ def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field:
         value: Any = source.fields or source.format
         return UserError(f"{field}.{key}", value, problem, "map them, a.b for nested: fields: {our name: their column}")
     problem = f"no format fits the rows (the columns of {where}: {columns})"
-    if any(isinstance(row.get("translation"), dict) for row in rows):
+    if purpose == "classify":
+        others = [c for c in counts if c not in texts[:1]]
+        example = f"{{text: {texts[0] if texts else 'column'}, label: {others[0] if others else 'column'}}}"
+    elif any(isinstance(row.get("translation"), dict) for row in rows):
         keys = [*next(row["translation"] for row in rows if isinstance(row.get("translation"), dict)), "a", "b"]
         example = f"{{source: translation.{keys[0]}, target: translation.{keys[1]}}}"
     elif len(texts) >= 2:

@@ -12,19 +12,19 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from shardwise.config.schema import Data
+from shardwise.data.layout import IGNORE as IGNORE
+from shardwise.data.layout import Layout
 from shardwise.data.mixing import Mixture, SourceStream, sequence_order
 from shardwise.data.packing import DOCUMENT, Packed, pack
-from shardwise.data.store import LEARNED
 from shardwise.errors import UserError
 from shardwise.models.documents import Documents
 
-IGNORE = -100
 KEPT = 2  # windows that stay packed: a step can lie across two
 
 
@@ -43,7 +43,7 @@ class MicroBatch:
     source_count: int = 1
     documents: Documents | None = None  # of packed rows
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Self:
         """The same on a device."""
         moved: dict[str, Any] = {
             f.name: part.to(device, non_blocking=True)
@@ -55,9 +55,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank computes in one step, and the counts over all ranks; `by_source` are the learned tokens of each."""
+    """What one rank computes in one step, and the counts over all ranks.
 
-    micro_batches: list[MicroBatch]
+    `supervised` are units of the loss (learned tokens, or what else the layout counts), `by_source` those of each
+    source.
+    """
+
+    micro_batches: list[Any]
     supervised: int
     tokens: int
     epoch: float
@@ -77,9 +81,9 @@ class _Mark:
     tokens: int  # in the run
 
 
-def make_loader(sources: Sequence[SourceStream], data: Data, seed: int, pad_id: int, temperature: float) -> Loader:
+def make_loader(sources: Sequence[SourceStream], data: Data, seed: int, layout: Layout, temperature: float) -> Loader:
     """A loader as the settings want it; evaluation, which mixes nothing, has a temperature of 1."""
-    return Loader(sources, data.sequence_length, data.packing, data.packing_window, seed, pad_id, temperature)
+    return Loader(sources, data.sequence_length, data.packing, data.packing_window, seed, layout, temperature)
 
 
 class Loader:
@@ -92,16 +96,12 @@ class Loader:
         packing: bool,
         window: int,
         seed: int,
-        pad_id: int,
+        layout: Layout,
         temperature: float = 1.0,
     ) -> None:
-        self.sources, self.sequence_length, self.packing, self.seed, self.pad_id = (
-            tuple(sources),
-            sequence_length,
-            packing,
-            seed,
-            pad_id,
-        )
+        self.sources, self.layout, self.seed = tuple(sources), layout, seed
+        self.sequence_length, self.packing = sequence_length, packing
+        self._head = getattr(layout, "head", 0)  # of each document, in its length and no token
         self._stop = threading.Event()
         self._mixture = Mixture(self.sources, window, seed, temperature, self._stop)
         self._marks = [_Mark(0, 0, 0, self._mixture.start, np.empty(0, dtype=DOCUMENT), 0, 0)]
@@ -153,50 +153,30 @@ class Loader:
         """The share of `rank` of the batch that begins at a global position."""
         sequences = self.sequences(position, batch_size)
         documents = np.concatenate(sequences, dtype=DOCUMENT)
-        by_source = np.bincount(documents["source"], weights=documents["supervised"], minlength=len(self.sources))
-        mine = [self.collate(sequences[i : i + micro]) for i in range(rank * micro, batch_size, micro * ranks)]
+        units = self.layout.units(documents)
+        by_source = np.bincount(documents["source"], weights=units, minlength=len(self.sources))
+        epoch = self.locate(position)[0]
+        mine = [self.collate(sequences[i : i + micro], epoch) for i in range(rank * micro, batch_size, micro * ranks)]
         return StepBatch(
             mine,
-            int(documents["supervised"].sum()),
-            int(documents["length"].sum()),
+            int(units.sum()),
+            int(documents["length"].sum()) - self._head * len(documents),
             self._progress(position + batch_size),
             tuple(int(n) for n in by_source),
         )
 
-    def collate(self, sequences: list[np.ndarray]) -> MicroBatch:
-        """Lays sequences of documents out as rows, padded to the longest row of this micro-batch."""
-        width = max(int(s["length"].sum()) for s in sequences)
-        shape = (len(sequences), width)
-        marked = np.full(shape, self.pad_id, dtype=np.uint32)
-        real = np.zeros(shape, dtype=np.int64)
-        positions = np.broadcast_to(np.arange(width), shape).copy()
-        sources = np.zeros(shape, dtype=np.int64)
-        stores = [s.store for s in self.sources]
-        for row, documents in enumerate(sequences):
-            ends = np.cumsum(documents["length"])
-            begins, filled = ends - documents["length"], int(ends[-1])
-            places = zip(*(documents[n].tolist() for n in ("source", "chunk", "index")), begins, ends, strict=True)
-            for source, chunk, index, begin, end in places:
-                marked[row, begin:end] = stores[source].marked(chunk, index)
-            positions[row, :filled] -= np.repeat(begins, documents["length"])
-            # Padding is one more document: its positions restart, so nothing real sees it and it sees nothing real.
-            positions[row, filled:] -= filled
-            sources[row, :filled] = np.repeat(documents["source"], documents["length"])
-            real[row, :filled] = 1
-        ids = (marked & ~LEARNED).astype(np.int64)
-        labels = np.full(shape, IGNORE, dtype=np.int64)
-        # The first token of a document is never learned (write_chunk sees to it), so no label crosses into the next.
-        labels[:, :-1] = np.where(marked[:, 1:] >= LEARNED, ids[:, 1:], IGNORE)
-        several = len(self.sources) > 1
-        return MicroBatch(
-            input_ids=torch.from_numpy(ids),
-            labels=torch.from_numpy(labels),
-            position_ids=torch.from_numpy(positions) if self.packing else None,
-            attention_mask=None if self.packing else torch.from_numpy(real),
-            sources=torch.from_numpy(sources) if several else None,
-            source_count=len(self.sources),
-            documents=Documents.of_positions(positions) if self.packing else None,
-        )
+    @property
+    def source_count(self) -> int:
+        """How many sources there are."""
+        return len(self.sources)
+
+    def marked(self, source: int, chunk: int, index: int) -> np.ndarray:
+        """Tokens of a document, LEARNED set in those that are learned."""
+        return self.sources[source].store.marked(chunk, index)
+
+    def collate(self, sequences: Sequence[np.ndarray], epoch: int = 0) -> Any:
+        """Sequences of documents as the model takes them."""
+        return self.layout.collate(self, sequences, epoch)
 
     def _epoch_marks(self, epoch: int) -> tuple[_Mark, _Mark]:
         """Where an epoch begins and where the next does."""
@@ -215,7 +195,7 @@ class Loader:
         number, mark = len(self._marks) - 1, self._marks[-1]
         packed, taken, carry, ended = self._pack(mark)
         self._keep(number, packed)
-        tokens = mark.tokens + int(packed.documents["length"].sum())
+        tokens = mark.tokens + int(packed.documents["length"].sum()) - self._head * len(packed.documents)
         position, documents = mark.position + len(packed), mark.documents + len(packed.documents)
         if not ended:
             self._marks.append(_Mark(mark.epoch, mark.window + 1, position, taken, carry, documents, tokens))
@@ -242,7 +222,7 @@ class Loader:
         documents, taken, ended = self._mixture.window(mark.epoch, mark.taken)
         rng = sequence_order(self.seed, mark.epoch, mark.window)
         together = np.concatenate([mark.carry, documents])
-        packed, carry = pack(together, self.sequence_length, self.packing, rng, last=ended)
+        packed, carry = pack(together, self.sequence_length + self._head, self.packing, rng, last=ended)
         return packed, taken, carry, ended
 
     def _progress(self, position: int) -> float:

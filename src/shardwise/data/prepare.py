@@ -23,6 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from shardwise.cache import cache_root
+from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Data, Refine
 from shardwise.data.files import content_digest, count_rows, source_files
 from shardwise.data.fingerprint import template_fingerprint
@@ -32,7 +33,7 @@ from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, 
 from shardwise.errors import UserError
 from shardwise.launch.cpu import usable_cores
 
-FORMAT = 4  # raised when the same rows give other tokens or masks
+FORMAT = 5  # raised when the same rows give other tokens or masks
 INLINE = 8 << 20  # bytes of source files that are tokenised on the spot
 
 
@@ -101,12 +102,19 @@ def prepare_data(
     vocabulary: int | None = None,
     early: bool = False,
     tell: Tell | None = None,
+    purpose: Purpose = "causal",
+    labels: tuple[str, ...] = (),
 ) -> Prepared:
     """Finds or makes everything the run will learn from; `early` returns as soon as a run can begin."""
     share = data.eval_share
-    specs = [Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary) for i, s in enumerate(data.train)]
+    specs = [
+        Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary, purpose, labels) for i, s in enumerate(data.train)
+    ]
     whole = data.model_copy(update={"refine": Refine()})  # what is measured by is not refined
-    specs += [Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary) for i, s in enumerate(data.eval_sources)]
+    specs += [
+        Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary, purpose, labels)
+        for i, s in enumerate(data.eval_sources)
+    ]
     digests = [content_digest(spec.source, spec.field) for spec in specs]
     everything = hashlib.sha256("".join(digests).encode()).hexdigest()
     shape = template_fingerprint(tokenizer)
@@ -127,7 +135,8 @@ def prepare_data(
         for i, (spec, folder) in enumerate(zip(specs, folders, strict=True))
     ]  # fmt: skip
     train, evaluation = sources[: len(data.train)], sources[len(data.train) :]
-    prepared = Prepared(train, evaluation, _fingerprint(digests[: len(train)], shape, data, seed, share), share)
+    fingerprint = _fingerprint(digests[: len(train)], shape, data, seed, share, purpose, labels)
+    prepared = Prepared(train, evaluation, fingerprint, share)
     if not early:
         prepared.wait()
     _check(prepared, vocabulary)
@@ -237,13 +246,16 @@ def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:
     settings: list[Any] = [FORMAT, digest, shape, spec.share, data.sequence_length, data.loss_on, data.over_length]
     settings += [data.on_bad_row, source.format, source.fields, source.split, source.subset, refine.model_dump()]
     settings += [spec.seed, spec.index] if spec.share else []
+    settings += [spec.purpose, spec.labels] if spec.purpose != "causal" else []
     settings += [source.path, [str(file) for file in source_files(source, spec.field)]]
     if refine.duplicates != "keep" or refine.decontaminate:
         settings += [everything, spec.field]
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _fingerprint(digests: list[str], shape: str, data: Data, seed: int, share: float) -> str:
+def _fingerprint(
+    digests: list[str], shape: str, data: Data, seed: int, share: float, purpose: str, labels: tuple[str, ...]
+) -> str:
     """What decides the order of the training sequences: a place in them means nothing if this differs."""
     sources = [
         [digest, s.format, s.fields, s.split, s.subset, s.weight, s.epochs]
@@ -251,4 +263,5 @@ def _fingerprint(digests: list[str], shape: str, data: Data, seed: int, share: f
     ]
     order: list[Any] = [FORMAT, ORDER, sources, shape, data.sequence_length, data.packing, data.packing_window]
     order += [data.loss_on, data.over_length, data.on_bad_row, data.temperature, data.refine.model_dump(), seed, share]
+    order += [purpose, labels] if purpose != "causal" else []
     return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()[:24]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.data.examples import Example, Message, Raw
+from shardwise.data.labels import label_name
 from shardwise.data.messages import Misfit, absent, from_json, read_messages, read_tools, whole
 
 Columns = dict[str, str]
@@ -296,6 +297,16 @@ def _kto(raw: Raw, columns: Columns) -> Example:
     return Example(raw.where, raw.number, "kto", asked, tools, chosen=answer, label=flag)
 
 
+def _label(raw: Raw, columns: Columns) -> Example:
+    text, second = _string(raw, columns, "text", "a label row"), _optional(raw, columns, "second")
+    value, column = _get(raw, columns, "label"), columns.get("label", "label")
+    if (name := label_name(value)) is None:
+        found = "it has none" if absent(value) or value == "" else f"this is {value!r:.40}"
+        problem = f'"{column}" must be a word, a whole number or true/false: {found}'
+        raise Misfit(problem, "mend or delete the row")
+    return Example(raw.where, raw.number, "label", text=text, second=second, category=whole(name))
+
+
 READERS: dict[str, Callable[[Raw, Columns], Example]] = {
     "chat": _chat,
     "sharegpt": _sharegpt,
@@ -307,4 +318,5 @@ READERS: dict[str, Callable[[Raw, Columns], Example]] = {
     "tokens": _tokens,
     "preference": _preference,
     "kto": _kto,
+    "label": _label,
 }

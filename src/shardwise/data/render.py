@@ -15,13 +15,15 @@ prompts without a template may spell special tokens: there they are what the aut
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from shardwise.config.objectives import Purpose
 from shardwise.data.encode import Encoded, Encoder, Joined
 from shardwise.data.examples import BadRow, Document, Example
+from shardwise.data.purposes import ROW_PURPOSES, RowRenderer
 from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.errors import UserError
 
@@ -41,23 +43,31 @@ class _Plan:
 class Renderer:
     """Makes documents of examples with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, loss_on: str, field: str) -> None:
+    def __init__(
+        self, tokenizer: Any, loss_on: str, field: str, purpose: Purpose = "causal", labels: Sequence[str] = ()
+    ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             problem = "has no fast version (tokenizer.json), which exact loss masks need"
             remedy = "convert it with transformers, or use the tokenizer of a sibling model"
             raise UserError("model.tokenizer", type(tokenizer).__name__, problem, remedy)
-        self.tokenizer, self.loss_on, self.field = tokenizer, loss_on, field
+        self.tokenizer, self.loss_on, self.field, self.purpose = tokenizer, loss_on, field, purpose
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
         self.last = [eos] if eos is not None else []
         self.template = ChatTemplate(tokenizer)
         self.encoder = Encoder(_inner(tokenizer))
+        self.rows = RowRenderer(tokenizer, field, purpose, labels) if purpose in ROW_PURPOSES else None
 
     def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         """A document for each example, or why there is none, in order."""
         for at in range(0, len(examples), BATCH):
             batch = examples[at : at + BATCH]
-            yield from self._documents(batch, self._plans(batch))
+            if self.rows is not None:
+                yield from self.rows.render(batch)
+            elif self.purpose in ("preference", "kto"):
+                yield from map(self._judged, batch)
+            else:
+                yield from self._documents(batch, self._plans(batch))
 
     def render_preference(self, example: Example) -> tuple[Document, Document]:
         """The chosen and the rejected conversation; only the answers are learned, their prompt is the same tokens."""
@@ -72,6 +82,17 @@ class Renderer:
         """The conversation whose answer is wanted or not (`example.label`); only the answer is learned."""
         (document,) = self._answers(example, (example.chosen,))
         return document
+
+    def _judged(self, example: Example) -> Document | BadRow:
+        """Both conversations one after the other, or the one that is wanted or not; see the table in layout.py."""
+        try:
+            if self.purpose == "kto":
+                return replace(self.render_kto(example), head=int(bool(example.label)))
+            both = self.render_preference(example)
+        except BadRow as bad:
+            return bad
+        tokens, learned = (np.concatenate([getattr(d, name) for d in both]) for name in ("tokens", "learned"))
+        return Document(example.where, example.number, tokens, learned, head=len(both[0].tokens))
 
     def _answers(self, example: Example, endings: Iterable[tuple[dict[str, Any], ...]]) -> list[Document]:
         chats = []
@@ -116,8 +137,8 @@ class Renderer:
             case "segments":
                 return _segments(example.segments)
             case "pair":
-                text = example.prompt + example.text
-                return _Plan(text, [(len(example.prompt), len(text))], plain=True, ends=True)
+                text, begin = example.prompt + example.text, 0 if self.loss_on == "all" else len(example.prompt)
+                return _Plan(text, [(begin, len(text))], plain=True, ends=True)
             case "tokens":
                 return None
         problem = f"{example.kind} rows cannot be learned as they stand"

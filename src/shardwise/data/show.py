@@ -146,6 +146,8 @@ def _print_source(source: SourceBill, console: Console) -> None:
         low = coarse(source.lengths, 1)[0][0]
         longest = source.longest or source.percentile(1.0)
         _print(console, f"  rows by tokens  {low:,} {bars} {longest:,}")
+    if source.held_out:
+        _print(console, f"  held out for evaluation: {source.held_out:,} of its rows")
     if source.epochs is not None or source.weight != 1.0 or source.passes != 1.0:
         asked = f"epochs {source.epochs:g}" if source.epochs is not None else f"weight {source.weight:g}"
         _print(console, f"  {asked}: each row comes up {source.passes:.3g} times in an epoch of the run")

@@ -34,8 +34,9 @@ def write_chunk(folder: Path, index: int, documents: Sequence[Document]) -> None
     for row, document in zip(table, documents, strict=True):
         tokens, learned = document.tokens.astype(np.uint32), document.learned.astype(bool)
         learned[:1] = False  # readers rely on it: nothing predicts a first token, least of all the document before it
-        parts.append(np.where(learned, tokens | LEARNED, tokens))
-        row["length"], row["supervised"], row["row"] = len(tokens), int(learned.sum()), document.number
+        marked = np.where(learned, tokens | LEARNED, tokens)
+        parts.append(marked if document.head is None else np.append(np.uint32(document.head), marked))
+        row["length"], row["supervised"], row["row"] = len(parts[-1]), int(learned.sum()), document.number
     flat = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
     for array, suffix in ((flat, "tokens"), (table, "table")):
         partial = folder / f".{index:07}.{suffix}.{os.getpid()}"
@@ -124,7 +125,7 @@ class TokenStore:
         """A document's tokens as they are stored, the top bit set where one is learned; not to be written to."""
         if chunk not in self._tokens:
             starts = np.concatenate([[0], np.cumsum(self.table(chunk)["length"], dtype=np.int64)])
-            self._tokens[chunk] = _mapped(self._file(chunk, "tokens")), starts
+            self._tokens[chunk] = mapped(self._file(chunk, "tokens")), starts
             if len(self._tokens) > OPEN:
                 self._tokens.popitem(last=False)
         self._tokens.move_to_end(chunk)
@@ -142,7 +143,7 @@ class TokenStore:
         return _file(self.folder, chunk, suffix)
 
 
-def _mapped(file: Path) -> np.ndarray:
+def mapped(file: Path) -> np.ndarray:
     """A one-dimensional array of uint32 in memory that the ranks share.
 
     Not `np.load(mmap_mode="r")`: Python's mappings keep their file open, and a mixture of sources would come to the

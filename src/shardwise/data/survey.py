@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from shardwise.config.objectives import Purpose
+from shardwise.config.resolve import Resolution, purpose_of, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Data, Run
 from shardwise.data.bill import Bill, PackingBill, SourceBill
 from shardwise.data.examples import BadRow, Fates
 from shardwise.data.fingerprint import template_fingerprint
+from shardwise.data.judged import describe_head
+from shardwise.data.judged_layout import LAYOUTS
+from shardwise.data.layout import CausalLayout
 from shardwise.data.loader import make_loader
 from shardwise.data.mixing import all_names, passes_per_epoch
 from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data
 from shardwise.data.preview import Sample
+from shardwise.data.purposes import note_of
 from shardwise.data.render import Renderer
 from shardwise.data.tokenise import RowReader, Spec, fit, look
 from shardwise.errors import UserError
+from shardwise.models.adapt import adapt_model, labels_of
 
 
 class Problems(Exception):
@@ -48,24 +55,33 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
     from shardwise.models.build import build_on_meta
     from shardwise.models.source import find_model
 
-    source = find_model(run.model)
-    tokenizer, data, seed = source.load_tokenizer(), run.data, run.train.seed
+    source = find_model(run.model, task=task_wanted(run))
+    result = Resolution(run)
+    resolve_objective(result, source.task)
+    tokenizer = source.load_tokenizer()
+    try:
+        source = adapt_model(result, source, tokenizer)
+        resolve_model(result, source.config)
+    except UserError as error:
+        raise Problems([error]) from None
+    run, purpose, labels = result.run, purpose_of(result.run), labels_of(result.run)
+    data, seed = run.data, run.train.seed
     vocabulary = build_on_meta(source).get_input_embeddings().num_embeddings
     try:
-        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=tell)
+        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=tell, purpose=purpose, labels=labels)
     except UserError as error:
-        raise Problems(_every_problem(data, tokenizer, seed) or [error]) from None
+        raise Problems(_every_problem(data, tokenizer, seed, purpose, labels) or [error]) from None
     return Survey(run, tokenizer, source.tokenizer, prepared)
 
 
-def _every_problem(data: Data, tokenizer: Any, seed: int) -> list[UserError]:
+def _every_problem(data: Data, tokenizer: Any, seed: int, purpose: Purpose, labels: tuple[str, ...]) -> list[UserError]:
     """Each source on its own, since the first mistake ends the preparation of all."""
     found: list[UserError] = []
     for kind, sources in (("train", data.train), ("eval", data.eval_sources)):
         for index, source in enumerate(sources):
             alone = data.model_copy(update={"train": (source,), "eval": 0.0})
             try:
-                prepare_data(alone, tokenizer, seed)
+                prepare_data(alone, tokenizer, seed, purpose=purpose, labels=labels)
             except UserError as error:
                 field = re.sub(r"^data\.train(\.0)?", f"data.{kind}.{index}", error.field)
                 same = UserError(field, error.value, error.problem, error.remedy)
@@ -91,13 +107,15 @@ def bill_of(found: Survey) -> Bill:
             share = seen[one.spec.index] / max(1.0, sum(seen))
             known |= {"held_out": one.known["held_out"], "passes": passes[one.spec.index], "share": share}
         bills[one.spec.trains].append(SourceBill.from_facts(one.spec.source, name, one.known, **known))
-    loader = make_loader(streams, data, found.run.train.seed, 0, data.temperature)
+    layout = LAYOUTS.get(purpose_of(found.run), CausalLayout)(0)
+    loader = make_loader(streams, data, found.run.train.seed, layout, data.temperature)
     sequences, efficiency = loader.epoch_sequences(), loader.efficiency()
     documents = round(sum(p * one.known["documents"] for p, one in zip(passes, prepared.train, strict=True)))
     tokens = round(efficiency * sequences * data.sequence_length)
     packing = PackingBill(data.packing, sequences, documents, tokens, data.sequence_length, data.packing_window)
     template = template_fingerprint(found.tokenizer)
-    return Bill(bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length)
+    purpose = purpose_of(found.run)
+    return Bill(bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length, purpose)
 
 
 def spread(rows: int, wanted: int) -> list[int]:
@@ -142,8 +160,8 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
     """The chosen rows as the model will see them, whatever became of them."""
     detected, tasks = look(spec)
     skip = spec.data.model_copy(update={"on_bad_row": "skip"})
-    reader = RowReader(Spec(spec.field, spec.index, spec.source, skip, spec.seed, spec.share), detected, None)
-    renderer = Renderer(found.tokenizer, spec.data.loss_on, spec.field)
+    reader = RowReader(replace(spec, data=skip), detected, None)
+    renderer = Renderer(found.tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels)
     for task in tasks:
         examples = [e for e in reader.examples(task, {}, Fates())[0] if chosen(e.number, e.where)]
         texts = {e.number for e in examples if e.kind == "text"}
@@ -151,7 +169,7 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
             if isinstance(document, BadRow):
                 continue
             fates = Fates()
-            pieces = fit(document, document.number in texts, spec, fates, [])
+            pieces = fit(document, document.number in texts, spec, fates, [], renderer)
             note, shown = "", document
             if len(pieces) > 1:
                 note = f"split over {len(pieces)} sequences"
@@ -159,4 +177,6 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
                 note = f"{next(iter(fates.rows), 'refused')}: longer than data.sequence_length"
             elif len(pieces[0].tokens) < len(document.tokens):
                 note, shown = f"truncated from {len(document.tokens):,} tokens", pieces[0]
+            shown, said = note_of(shown, spec.purpose, spec.labels)
+            note = "; ".join(filter(None, (said, describe_head(shown, spec.purpose), note)))
             yield Sample(name, document.where, shown.tokens, shown.learned, note)

@@ -21,16 +21,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Data, Source
-from shardwise.data.bill import add_lengths, no_lengths
+from shardwise.data.bill import add_lengths, no_lengths, read_fates, remedy_of
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
-from shardwise.data.formats import SAMPLE, Detected, detect, understand
+from shardwise.data.formats import SAMPLE, TURNS, Detected, detect, understand
+from shardwise.data.judged import JUDGED, check_format, truncated
+from shardwise.data.purposes import fit_row
 from shardwise.data.refine import (
     DuplicateFinder,
     EvalNgrams,
@@ -62,6 +65,8 @@ class Spec:
     seed: int
     share: float  # held out
     vocabulary: int | None = None
+    purpose: Purpose = "causal"
+    labels: tuple[str, ...] = ()  # classes, of purpose classify
 
     @property
     def trains(self) -> bool:
@@ -70,13 +75,14 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can carry it."""
-        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary")}
+        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary", "purpose", "labels")}
         return plain | {"source": self.source.model_dump(mode="json"), "data": self.data.model_dump(mode="json")}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Spec:
         """What to_json wrote."""
-        parsed = {"source": Source.model_validate(values["source"]), "data": Data.model_validate(values["data"])}
+        parsed: dict[str, Any] = {"source": Source.model_validate(values["source"]), "labels": tuple(values["labels"])}
+        parsed["data"] = Data.model_validate(values["data"])
         return cls(**values | parsed)
 
 
@@ -159,8 +165,9 @@ class ChunkMaker:
     def __init__(self, reader: RowReader, tokenizer: Any, folder: Path) -> None:
         self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
         self.spec = reader.spec
-        self.renderer = Renderer(tokenizer, self.spec.data.loss_on, self.spec.field)
-        self._template_checked = False
+        spec = self.spec
+        self.renderer = Renderer(tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels)
+        self._template_checked = self.renderer.rows is not None  # such rows are not rendered by one
 
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
         """Stores the chunk and its summary, if they are not there yet; raises UserError for what ends the run."""
@@ -169,7 +176,7 @@ class ChunkMaker:
             return read_summary(self.folder, task.index)[0]
         summary, fates = Summary(), Fates()
         examples, summary.rows = self.reader.examples(task, removed, fates)
-        if not self._template_checked and any(example.kind == "chat" for example in examples):
+        if not self._template_checked and any(example.kind in TURNS for example in examples):
             check_template(self.tokenizer, "model.tokenizer")
             self._template_checked = True
         plain = {example.number for example in examples if example.kind == "text"}
@@ -191,7 +198,7 @@ class ChunkMaker:
             if not document.learned.any():
                 fates.add("no supervised token", document.where)
                 continue
-            pieces = fit(document, document.number in plain, self.spec, fates, refused)
+            pieces = fit(document, document.number in plain, self.spec, fates, refused, self.renderer)
             out += [piece for piece in pieces if piece.learned.any()]
         if refused:
             raise _too_long(refused, summary.rows, self.spec)
@@ -210,8 +217,12 @@ class ChunkMaker:
         add_lengths(summary.lengths, lengths)
 
 
-def fit(document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document]) -> list[Document]:
+def fit(
+    document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document], renderer: Renderer
+) -> list[Document]:
     """The document in pieces that fit into a sequence, as data.over_length says."""
+    if renderer.rows is not None:
+        return fit_row(document, spec, renderer.rows.special, fates, refused)
     limit, length = spec.data.sequence_length, len(document.tokens)
     if length <= limit:
         return [document]
@@ -224,8 +235,8 @@ def fit(document: Document, plain: bool, spec: Spec, fates: Fates, refused: list
         for piece in pieces:
             piece.learned[:1] = False
         return pieces
-    cut = _cut(document, 0, limit)
-    if policy == "truncate" and cut.learned.any():
+    cut = truncated(document, limit) if spec.purpose == "preference" else _cut(document, 0, limit)
+    if policy == "truncate" and cut is not None and cut.learned.any():
         fates.add("truncated", document.where, f"{length} tokens")
         return [cut]
     if policy in ("drop", "truncate"):
@@ -261,7 +272,7 @@ def _mixed(seed: int, number: int) -> int:
 
 def _cut(document: Document, start: int, length: int) -> Document:
     place = slice(start, start + length)
-    return Document(document.where, document.number, document.tokens[place], document.learned[place].copy())
+    return replace(document, tokens=document.tokens[place], learned=document.learned[place].copy())
 
 
 def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
@@ -269,7 +280,9 @@ def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
     problem = f"the row has {lengths[0]} tokens, more than data.sequence_length = {spec.data.sequence_length}"
     if len(lengths) > 1:
         problem += f" (so do {len(lengths) - 1} more of the {rows} rows about it, the longest with {max(lengths)})"
-    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to drop, truncate or split"
+    whole = (*JUDGED, "seq2seq", "classify")
+    ways = "drop or truncate" if spec.purpose in whole else "drop, truncate or split"
+    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {ways}"
     return UserError(spec.field, first.where, problem, remedy)
 
 
@@ -303,10 +316,7 @@ def tokenise_source(
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     detected, tasks = look(spec)
-    if detected.format in ("preference", "kto"):
-        problem = f"the rows are {detected.format} data, which say what to prefer, not what to write"
-        remedy = "take the good answers, for example format: chat with fields: {messages: chosen}, or other data"
-        raise UserError(spec.field, spec.source.path, problem, remedy)
+    check_format(detected.format, spec.purpose, spec.field, spec.source.path)
     maker = ChunkMaker(RowReader(spec, detected, passages), tokenizer, folder)
     work = ((task, _removed(removals, spec, task)) for task in tasks)
     total, count = Summary(), 0
@@ -318,7 +328,7 @@ def tokenise_source(
     _write_fates(folder, count)
     notes = source_notes(spec.source, spec.field)
     if not total.supervised and not total.held_out:
-        raise _nothing_learned(spec, total)
+        raise _nothing_learned(spec, total, folder)
     facts = total.__dict__ | {
         "format": detected.format, "reason": ". ".join([detected.reason, *notes]),
         "seconds": round(time.monotonic() - started, 3),
@@ -352,17 +362,23 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
     if not raws:
         problem = "none of its first rows can be read" if any(task.rows for task in seen) else "holds no rows"
         raise UserError(spec.field, spec.source.path, problem, "check the file, or leave it out")
-    detected = detect(raws, spec.source, spec.field)
+    detected = detect(raws, spec.source, spec.field, spec.purpose)
     if rules := RowRules(spec.data.refine).filter:
         rules.check_columns(raw.value for raw in raws)
     return detected, chain(seen, tasks)
 
 
-def _nothing_learned(spec: Spec, total: Summary) -> UserError:
+def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
+    """With the reason of the first row of the commonest fate: that is mostly the reason of all."""
     said = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
     problem = f"none of its {total.rows} rows has a token to learn ({said})"
-    remedy = "look at the rows with `shardwise data`; check data.loss_on, data.over_length and data.refine"
-    return UserError(spec.field, spec.source.path, problem, remedy)
+    if not total.fates:
+        return UserError(spec.field, spec.source.path, problem, "check the file, or leave the source out")
+    fate = total.fates.most_common(1)[0][0]
+    rows = read_fates(folder / "fates.jsonl", 1, total.fates)
+    for where, reason in rows.get(fate, [])[:1]:
+        problem += f"; the first, {where}: {reason or fate}"
+    return UserError(spec.field, spec.source.path, problem, remedy_of(fate, total.longest))
 
 
 def check_largest(largest: int, vocabulary: int) -> None:

@@ -47,6 +47,8 @@ def parts(example: Example) -> list[tuple[str, str]]:
         found += [("assistant" if learned else "user", text) for text, learned in example.segments]
     elif example.kind == "tokens":
         found.append(("", " ".join(map(str, example.tokens))))
+    elif example.kind == "label":
+        found += [("", text) for text in (example.text, example.second) if text]
     elif example.text:
         found.append(("", example.text))
     return found

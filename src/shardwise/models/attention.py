@@ -9,6 +9,7 @@ position biases, dropout or fp32 in the kernel, modules with attention of their 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.models.documents import DocumentMask, RowsMask
@@ -193,3 +195,14 @@ def _in_one_kernel(
     output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window, **KERNEL_OPTIONS)
     assert isinstance(output, torch.Tensor)
     return _in_rows(output[..., :wanted], mask)
+
+
+def fast_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """From Hopper on cuDNN's attention comes first: 1.8 times flash's speed on an H200 (466 against 258 TFLOP/s).
+
+    Around backward as well: a block that is recomputed must choose the same kernel again.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return contextlib.nullcontext()
+    kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kinds, set_priority=True)  # type: ignore[no-any-return]

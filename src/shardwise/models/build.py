@@ -7,26 +7,27 @@ units of sharding and of recomputation.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
-from shardwise.models.weights import fill_local
+from shardwise.models.tasks import auto_class
+from shardwise.models.weights import fill_local, packing_of
 
 
 def build_on_meta(source: ModelSource) -> Any:
     """The model with every parameter on `meta` and ties in place."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(source.task).from_config(
                 source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
             )
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
@@ -47,14 +48,16 @@ def class_name(model: nn.Module) -> str:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated layers of a model, in order: by the classes it calls unsplittable, else its largest module list."""
+    """The repeated layers of a model, in order: by the classes it calls unsplittable, else its largest module list.
+
+    An encoder–decoder model has two such lists.
+    """
     declared = set(getattr(model, "_no_split_modules", None) or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     listed = {id(child) for one in lists for child in one}
     blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in declared and id(m) in listed]
     if not blocks and lists:
-        largest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
-        members = {id(child) for child in largest}
+        members = {id(child) for stack in _stacks(model) for child in _largest_list(stack)}
         blocks = [(n, m) for n, m in model.named_modules() if id(m) in members]
     outermost: list[tuple[str, nn.Module]] = []
     for name, module in blocks:
@@ -63,24 +66,58 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return outermost
 
 
+def _stacks(model: Any) -> list[Any]:
+    """The parts of a model that have layers of their own: encoder and decoder, or all of it."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return [model]
+    return [model.get_encoder(), model.get_decoder()]
+
+
+def _largest_list(module: nn.Module) -> nn.ModuleList:
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=nn.ModuleList())
+
+
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Gives meta parameters real, uninitialised memory; leaves real tensors as they are."""
+    tied = _tied(module)
     # nn.Module.to_empty would wipe the buffers too; _apply is what it, .to() and FSDP's override share.
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for (first, key), *others in tied:
+        for owner, name in others:
+            owner._parameters[name] = first._parameters[key]
+
+
+def _tied(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each plain parameter that several modules share lies; FSDP looks after those that it manages."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                owners.setdefault(parameter, []).append((owner, name))
+    return [places for places in owners.values() if len(places) > 1]
 
 
 @torch.no_grad()
-def fill_random(model: nn.Module, source: ModelSource, seed: int, masters: Mapping[str, Rows] | None = None) -> None:
+def fill_random(
+    model: nn.Module,
+    source: ModelSource,
+    seed: int,
+    masters: Mapping[str, Rows] | None = None,
+    only: Container[str] | None = None,
+) -> None:
     """Fills a fresh, sharded model as its authors initialise it, holding one unit at a time besides the shards.
+
+    `only`: just these parameters.
 
     A second, unsharded model on `meta` serves as the mould. The random stream of a unit depends on the seed and the
     unit's name alone, so the result is the same on any number of ranks.
     """
-    targets = dict(model.named_parameters())
+    targets = {name: p for name, p in model.named_parameters() if only is None or name in only}
     mould = build_on_meta(source)
-    units = list(_units(mould, {n for n, _ in find_blocks(mould)}))
+    units = [u for u in _units(mould, {n for n, _ in find_blocks(mould)}) if only is None or _holds(u, targets)]
     # One buffer for all units in turn: memory given back piece by piece stays with the allocator, block after block.
-    scratch = torch.empty(max(sum(p.numel() for p in unit.parameters(recurse=whole)) for _, unit, whole in units))
+    scratch = torch.empty(max(_room(unit, whole) for _, unit, whole in units))
     for name, unit, whole in units:
         own = dict(unit.named_parameters(recurse=whole))
         wanted = {n: targets[f"{name}.{n}" if name else n] for n in own if (f"{name}.{n}" if name else n) in targets}
@@ -97,7 +134,13 @@ def fill_random(model: nn.Module, source: ModelSource, seed: int, masters: Mappi
                 owner._init_weights(unit)
         for key, target in wanted.items():
             whole_name = f"{name}.{key}" if name else key
-            fill_local(target, unit.get_parameter(key).detach(), (masters or {}).get(whole_name))
+            values, packing = unit.get_parameter(key).detach(), packing_of(model, whole_name)
+            fill_local(target, values, (masters or {}).get(whole_name), packing)
+
+
+def _holds(unit: tuple[str, nn.Module, bool], names: Container[str]) -> bool:
+    prefix, module, whole = unit
+    return any((f"{prefix}.{n}" if prefix else n) in names for n, _ in module.named_parameters(recurse=whole))
 
 
 def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
@@ -109,6 +152,11 @@ def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tu
     yield prefix, module, False
     for name, child in module.named_children():
         yield from _units(child, blocks, f"{prefix}.{name}" if prefix else name)
+
+
+def _room(unit: nn.Module, whole: bool) -> int:
+    """Elements of a unit, tied ones as often as they are held: each place gets memory of its own."""
+    return sum(p.numel() for m in (unit.modules() if whole else [unit]) for p in m.parameters(recurse=False))
 
 
 def _lay_out(unit: nn.Module, scratch: torch.Tensor, whole: bool) -> None:

@@ -2,66 +2,125 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.hf import PREFIX, find_checkpoint
+from shardwise.adapters.export import (
+    PREFIX,
+    base_of,
+    holds_adapter,
+    lacks_base,
+    read_run,
+    stored_tensors,
+)
+from shardwise.adapters.library import load_adapters, use_adapter
+from shardwise.adapters.merge import find_base
+from shardwise.adapters.peft import is_adapter, read_adapter
+from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, check_whole, list_checkpoints, load_tensors
 from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
-from shardwise.models.source import find_model
+from shardwise.models.source import ModelSource, find_model
+from shardwise.models.tasks import auto_class, check_talks, task_of
+
+ADAPTER = "adapter"  # what the adapter of a folder is called on its base
 
 
-def load_for_inference(name: str, changed_tokenizer: bool = False) -> tuple[Any, Any]:
+def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool = True) -> tuple[Any, Any]:
     """Model and tokenizer, on the GPU if there is one, else in fp32 on the CPU.
 
-    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`.
+    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`; a model that cannot
+    write, if it `talks`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
+    from transformers import AutoConfig, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # fp32 on a CPU: half precision is slower there and on some machines not even executable.
-    dtype: Any = "auto" if device == "cuda" else torch.float32
     path = Path(name).expanduser()
-    if (path / "model" / "config.json").is_file() and not (path / "state").is_dir():
+    if _is_model(path / "model") and not (path / "state").is_dir():
         path = path / "model"  # a finished run's output folder
-    if not (path / "config.json").is_file() and path.is_dir() and _has_checkpoint(path):
+    if not _is_model(path) and path.is_dir() and _has_checkpoint(path):
         checkpoint = find_checkpoint(path)
         check_whole(checkpoint)
+        if talks:
+            check_talks(AutoConfig.from_pretrained(checkpoint / MODEL), name)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
-        return _from_checkpoint(checkpoint).to(device).eval(), tokenizer
+        return from_checkpoint(checkpoint, device), tokenizer
+    if is_adapter(path):
+        return _with_adapter(path, device, changed_tokenizer)
     source = find_model(Model(name=str(path) if path.exists() else name))
-    assert source.weights is not None
+    if talks:
+        check_talks(source.config, name)
     tokenizer = source.load_tokenizer()
     if not changed_tokenizer:
-        check_fingerprint(source.weights, tokenizer)
-    transformers_logging.disable_progress_bar()  # a second or two; the answer is what people wait for
-    model, report = AutoModelForCausalLM.from_pretrained(source.weights, dtype=dtype, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        # transformers would fill them at random and say so in a log; a model that talks nonsense is no help.
-        problem = f"its files lack {len(missing)} tensors, {missing[0]} among them"
-        raise UserError("model", name, problem, "fetch it again")
-    model.config.use_cache = True
-    return model.to(device).eval(), tokenizer
+        check_fingerprint(Path(source.tokenizer), tokenizer)
+    return _pretrained(source, device), tokenizer
+
+
+def _is_model(path: Path) -> bool:
+    return (path / "config.json").is_file() or is_adapter(path)
 
 
 def _has_checkpoint(path: Path) -> bool:
     return (path / "state").is_dir() or bool(list_checkpoints(path) or list_checkpoints(path / "checkpoints"))
 
 
-def _from_checkpoint(checkpoint: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _pretrained(source: ModelSource, device: str, brought: Collection[str] = ()) -> Any:
+    """A model of files, whole, but for tensors that will be brought."""
+    from transformers.utils import logging as transformers_logging
 
-    config = AutoConfig.from_pretrained(checkpoint / MODEL)
-    config.use_cache = True
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    persistent = set(model.state_dict().keys())
-    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
-    load_tensors(checkpoint, {PREFIX + n: t for n, t in tensors.items()}, None)
-    return model
+    assert source.weights is not None
+    # fp32 on a CPU: half precision is slower there and on some machines not even executable.
+    dtype: Any = "auto" if device == "cuda" else torch.float32
+    transformers_logging.disable_progress_bar()  # a second or two; the answer is what people wait for
+    model, report = auto_class(source.task).from_pretrained(
+        source.weights, config=source.config, dtype=dtype, output_loading_info=True
+    )
+    if missing := sorted(set(report["missing_keys"]) - set(brought)):
+        # transformers would fill them at random and say so in a log; a model that talks nonsense is no help.
+        problem = f"its files lack {len(missing)} tensors, {missing[0]} among them"
+        raise UserError("model", source.label, problem, "fetch it again")
+    model.config.use_cache = True
+    return model.to(device).eval()
+
+
+def _with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> tuple[Any, Any]:
+    """A base that wears the adapter of a folder: with `use_adapter` from adapters/library.py it is taken off again."""
+    source = base_of(folder)
+    own = (folder / "tokenizer.json").is_file()
+    tokenizer = (replace(source, tokenizer=str(folder)) if own else source).load_tokenizer()
+    if not changed_tokenizer:
+        check_fingerprint(folder, tokenizer)
+    model = _pretrained(source, device, read_adapter(folder).keys)
+    load_adapters(model, {ADAPTER: folder})
+    use_adapter(model, ADAPTER)
+    return model, tokenizer
+
+
+def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
+    """The trained model in fp32, as its checkpoint holds it; what is not in there comes from its base."""
+    from transformers import AutoConfig
+
+    if holds_adapter(checkpoint):
+        with tempfile.TemporaryDirectory() as place:
+            export_checkpoint(checkpoint, Path(place) / "adapter", verified=True)
+            return _with_adapter(Path(place) / "adapter", device)[0]
+    if lacks_base(checkpoint):
+        source, _ = find_base(read_run(checkpoint))
+        names = set(stored_tensors(checkpoint))
+        model = _pretrained(source, "cpu", names).float()
+    else:
+        config = AutoConfig.from_pretrained(checkpoint / MODEL)
+        config.use_cache = True
+        model = auto_class(task_of(config)).from_config(config, dtype=torch.float32)
+        names = set(model.state_dict().keys())
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    load_tensors(checkpoint, {PREFIX + n: t for n, t in tensors.items() if n in names}, None)
+    return model.to(device).eval()

@@ -14,15 +14,18 @@ import importlib.util
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.cache import cache_root, make_once
+from shardwise.config.objectives import Task
 from shardwise.config.schema import Model
 from shardwise.errors import UserError
+from shardwise.models.heads import head_parameters
+from shardwise.models.tasks import auto_class, check_task, task_of
 
 EMBEDDED = "smollm2-135m-instruct"
 CONVERSION = 2  # raised when converted files change, so that older ones in the cache are not used
@@ -40,6 +43,7 @@ class ModelSource:
     weights: Path | None
     tokenizer: str
     trust_remote_code: bool = False
+    task: Task = "causal"
 
     def load_tokenizer(self) -> Any:
         """The tokenizer, fast (offsets are needed to mask exactly)."""
@@ -58,8 +62,11 @@ class ModelSource:
         return tokenizer
 
 
-def find_model(model: Model, say: Callable[[str], None] = lambda _: None) -> ModelSource:
-    """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained."""
+def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: Task | None = None) -> ModelSource:
+    """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained.
+
+    Without a task it is what the config's own class is for.
+    """
     if model.config is not None:
         config = _config_from(dict(model.config))
         tokenizer = _tokenizer_folder(str(model.tokenizer))
@@ -70,7 +77,8 @@ def find_model(model: Model, say: Callable[[str], None] = lambda _: None) -> Mod
         config = _config_of(folder, name, model.trust_remote_code)
         tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
         source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code)
-    _check_causal(source)
+    source = replace(source, task=task or task_of(source.config))
+    check_task(source.config, source.task, source.label)
     return source
 
 
@@ -164,23 +172,6 @@ def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
         raise UserError("model", name, problem, remedy) from None
 
 
-def _check_causal(source: ModelSource) -> None:
-    """Refuses what is not a causal language model, by the class its own config names."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    kind, classes = source.config.model_type, source.config.architectures or []
-    names = set()
-    for value in CAUSAL.values():
-        names |= {value} if isinstance(value, str) else set(value)
-    custom = "AutoModelForCausalLM" in (getattr(source.config, "auto_map", None) or {})
-    named_otherwise = classes and not names & set(classes) and not custom
-    if (kind not in CAUSAL and not custom) or named_otherwise:
-        what = classes[0] if classes else kind
-        problem = f"is a {what}, which is not a causal language model"
-        remedy = f"use a model whose config names a …ForCausalLM class, e.g. {EMBEDDED}"
-        raise UserError("model", source.label, problem, remedy)
-
-
 def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
     def make(folder: Path) -> None:
         import torch
@@ -223,7 +214,7 @@ def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, str]]:
     """What transformers must be told to read a GGUF file; what goes wrong with that is the file's."""
     try:
         # Its bar over the tensors is tqdm's own, which writes to stderr and cannot be turned off from outside.
-        with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
             yield {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     except Exception as error:
         problem = f"transformers cannot read this GGUF file ({_first_line(error)})"
@@ -245,39 +236,43 @@ def converted_folder(source: ModelSource) -> Path:
     assert source.weights is not None
 
     def make(folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
         try:
-            with _quiet():
-                model, report = AutoModelForCausalLM.from_pretrained(
+            with quiet():
+                model, report = auto_class(source.task).from_pretrained(
                     source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
                 )
         except Exception as error:
             reason = _first_line(error).partition(" For details")[0]  # of a report that we keep quiet
             problem = f"transformers cannot load its weights ({reason})"
             raise UserError("model", str(source.weights), problem, "fetch the model again") from None
-        _check_complete(report, source)
-        write_plain(model, folder)
+        new = set(report["missing_keys"]) & head_parameters(model)
+        _check_complete(report, source, new)
+        write_plain(model, folder, new)
 
-    files = sorted(f for pattern in WEIGHT_FILES for f in source.weights.glob(pattern))
-    key = hashlib.sha256("".join(_file_key(f) for f in files).encode()).hexdigest()[:12]
-    return make_once(cache_root() / "models" / f"{source.weights.name}-{key}", make)
+    task = "" if source.task == "causal" else f"-{source.task}"
+    return make_once(cache_root() / "models" / f"{source.weights.name}-{weights_key(source.weights)}{task}", make)
 
 
-def _check_complete(report: dict[str, Any], source: ModelSource) -> None:
-    """transformers fills what the files lack with random numbers; that is no pretrained model."""
+def weights_key(folder: Path) -> str:
+    """Tells the weights of a folder from others, and from themselves when they were changed."""
+    files = sorted(f for pattern in WEIGHT_FILES for f in folder.glob(pattern))
+    return hashlib.sha256("".join(_file_key(f) for f in files).encode()).hexdigest()[:12]
+
+
+def _check_complete(report: dict[str, Any], source: ModelSource, new: set[str]) -> None:
+    """transformers fills what the files lack with random numbers; that is no pretrained model, a new head apart."""
     remedy = "the weights and config.json belong to different models, or files are missing: fetch them again"
     for name, stored, wanted in report["mismatched_keys"]:
         problem = f"{name} has shape {list(stored)}, the config says {list(wanted)}"
         raise UserError("model", str(source.weights), problem, remedy)
-    if missing := sorted(report["missing_keys"]):
+    if missing := sorted(set(report["missing_keys"]) - new):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError("model", str(source.weights), f"its files lack {missing[0]}{more}", remedy)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps transformers' own report and progress bar off the terminal: what matters in them we say ourselves."""
     from transformers.utils import logging
 
@@ -292,8 +287,8 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def write_plain(model: Any, folder: Path) -> None:
-    """Writes config and weights with the names that `named_parameters` gives, tied tensors once."""
+def write_plain(model: Any, folder: Path, but: Container[str] = ()) -> None:
+    """Writes config and weights with the names that `named_parameters` gives, tied tensors once, some left out."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()
@@ -301,9 +296,9 @@ def write_plain(model: Any, folder: Path) -> None:
         config.pop(key, None)
     config.update(architectures=[type(model).__name__], dtype=str(model.dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
-    if model.generation_config is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters() if name not in but}
     persistent = model.state_dict().keys()
     tensors |= {name: b.contiguous() for name, b in model.named_buffers() if name in persistent}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

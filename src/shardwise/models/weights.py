@@ -8,17 +8,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardwise.adapters.layers import is_added
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
+from shardwise.models.heads import head_parameters
 
 PIECE = 64 << 20
+
+
+class Packing(Protocol):
+    """How a module keeps a parameter that it does not hold as the floats of the files."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the files have it."""
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of floats → rows of the parameter."""
+
+
+def packing_of(model: nn.Module, name: str) -> Packing | None:
+    """How the module that owns a parameter keeps it, if not as it is: quantised layers have `packings` by name."""
+    owner, _, leaf = name.rpartition(".")
+    packings: Mapping[str, Packing] = getattr(model.get_submodule(owner), "packings", {})
+    return packings.get(leaf)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -42,21 +62,32 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
-    """Maps parameters and persistent buffers to their names in the files; None where they must be converted first."""
+    """Maps parameters and persistent buffers to their names in the files; None where they must be converted first.
+
+    A new head (models/heads.py) is in no file and so has no name here.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     persistent = set(model.state_dict().keys())
-    wanted = [n for n, _ in model.named_parameters()]
+    wanted = [n for n, _ in model.named_parameters() if not is_added(n)]
     optional = [n for n, _ in model.named_buffers() if n in persistent]
-    result = {}
+    result, new = {}, head_parameters(model)
     for name in wanted + optional:
         bare = name.removeprefix(prefix + ".")
         aliases = [name, bare, f"{prefix}.{name}", *_tied_names(model, name)]
         hit = next((alias for alias in aliases if alias in stored), None)
         if hit is not None:
             result[name] = hit
-        elif name in wanted:
+        elif name in wanted and name not in new:
             return None
     return result
+
+
+def new_parameters(model: nn.Module, folder: Path) -> list[str]:
+    """Parameters of a new head, which the files of a folder do not have."""
+    names = match_names(model, tensor_files(folder))
+    if names is None:
+        return []
+    return [name for name, _ in model.named_parameters() if name not in names and not is_added(name)]
 
 
 def _tied_names(model: nn.Module, name: str) -> list[str]:
@@ -79,12 +110,12 @@ def check_shapes(model: nn.Module, folder: Path) -> None:
             with safe_open(file, framework="pt") as handle:
                 for name, key in names.items():
                     if stored[key] == file:
-                        _check_shape(handle.get_slice(key), tensors[name], name, file)
+                        _check_shape(handle.get_slice(key), packing_of(model, name) or tensors[name], name, file)
         except (SafetensorError, OSError) as error:
             raise _damaged(file, error) from None
 
 
-def _check_shape(stored: Any, target: torch.Tensor, name: str, file: Path) -> None:
+def _check_shape(stored: Any, target: torch.Tensor | Packing, name: str, file: Path) -> None:
     if list(stored.get_shape()) != list(target.shape):
         problem = f"{name} has shape {list(stored.get_shape())}, the config says {list(target.shape)}"
         remedy = "the weights and config.json belong to different models: fetch both again"
@@ -111,12 +142,12 @@ def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | N
     for name, key in names.items():
         # Opened anew for each tensor: a mapping keeps every page it has read, and would grow to the rank's whole share.
         with safe_open(stored[key], framework="pt") as handle:
-            part = handle.get_slice(key)
-            _check_shape(part, tensors[name], name, stored[key])
-            fill_local(tensors[name], part, (masters or {}).get(name))
+            part, packing = handle.get_slice(key), packing_of(model, name)
+            _check_shape(part, packing or tensors[name], name, stored[key])
+            fill_local(tensors[name], part, (masters or {}).get(name), packing)
 
 
-def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None) -> None:
+def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, packing: Packing | None = None) -> None:
     """Copies this rank's part of a tensor from anything that can be sliced like the whole, in bounded pieces."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if isinstance(target, DTensor):
@@ -128,11 +159,14 @@ def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None) -> 
     if local.ndim == 0:
         local.copy_(whole[...])
         return
-    rest = tuple(slice(o, o + s) for o, s in zip(offset[1:], local.shape[1:], strict=True))
-    rows = max(1, PIECE // max(1, local[0].numel() * local.element_size()))
+    inner, width = (packing.shape[1:], 4) if packing else (local.shape[1:], local.element_size())
+    rest = tuple(slice(o, o + s) for o, s in zip(offset[1:], inner, strict=True))
+    rows = max(1, PIECE // max(1, torch.Size(inner).numel() * width))
     for start in range(0, local.shape[0], rows):
         stop = min(start + rows, local.shape[0])
         part = whole[(slice(offset[0] + start, offset[0] + stop), *rest)]
+        if packing is not None:
+            part = packing.pack(part.to(local.device))
         if master is not None:
             master.write(start, part)
         else:

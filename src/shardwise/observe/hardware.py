@@ -94,16 +94,25 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def flops_per_token(
-    parameters: int, embedding_parameters: int, layers: int, hidden: int, sequence_length: int
+    parameters: int,
+    embedding_parameters: int,
+    layers: int,
+    hidden: int,
+    sequence_length: int,
+    frozen: int = 0,
+    stacks: int = 1,
+    causal: bool = True,
 ) -> float:
     """Returns the FLOPs that training spends on one token, forward and backward, recomputation not counted.
 
     `embedding_parameters` are those that are looked up and never multiplied: the input embedding, but not an output
-    head, and nothing where head and embedding are one tied matrix. `hidden` is heads x head size.
+    head, and nothing where head and embedding are one tied matrix. `hidden` is heads x head size. Of `frozen`
+    parameters no gradient is computed. A token goes through one of an encoder–decoder's two `stacks`, taken to be as
+    large and as much used as the other.
     """
     # Each weight is one multiply-add (2 FLOPs) forward; backward does it twice, for inputs and for weights: 2 x 3 = 6.
-    matmul = 6 * (parameters - embedding_parameters)
+    matmul = (6 * (parameters - embedding_parameters) - 2 * max(0, frozen - embedding_parameters)) / stacks
     # Per layer QK^T and AV are each sequence x hidden multiply-adds: 2 x 2 FLOPs, x 3 for forward and backward = 12,
     # halved because a causal token sees on average half of the sequence.
-    attention = 6 * layers * hidden * sequence_length
+    attention = (6 if causal else 12) * layers * hidden * sequence_length
     return float(matmul + attention)

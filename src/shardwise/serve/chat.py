@@ -10,10 +10,10 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.errors import Interrupted, UserError
+from shardwise.serve.compare import harmless, other_title, show_answers
 from shardwise.serve.generate import NO_TEMPLATE, Message, Reply, Sampling, context_length, prompt_ids, reply
+from shardwise.serve.transcript import append_chat_row, read_chat_row
 
 HELP = """\
 /system TEXT         set the system message; without TEXT, remove it
@@ -29,11 +31,14 @@ HELP = """\
 /retry               answer the last question again
 /undo                take back the last question and its answer
 /save FILE           append the conversation to FILE as one line of chat JSONL
-/set NAME=VALUE      e.g. /set temperature=0.7 seed=1; alone it shows the settings
+/load FILE           go on with the last conversation in FILE
+/set NAME VALUE      e.g. /set temperature 0.7; alone it shows the settings
+/compare MODEL       let another model answer too; without MODEL, no longer
+/tokens              how much of the context is used
 /quit                leave (or Ctrl-D, or Ctrl-C twice)
 Ctrl-C stops an answer. A line that ends in \\ goes on. Start with a blank to send a line that begins with /."""
 
-_COMMANDS = ("/help", "/system", "/reset", "/retry", "/undo", "/save", "/set", "/quit")
+Loader = Callable[[str], tuple[Any, Any]]
 
 
 def chat(
@@ -44,22 +49,30 @@ def chat(
     prompt: str | None,
     console: Console,
     title: str,
+    load: Loader | None = None,
+    compare: str | None = None,
 ) -> None:
-    """Answers `prompt`, or each line of a piped stdin, or else opens an interactive chat on the terminal."""
+    """Answers `prompt`, or each line of a piped stdin, or else opens an interactive chat on the terminal.
+
+    `compare` names a model that answers the same questions; `load` finds it.
+    """
     conversation = Conversation(model, tokenizer, sampling, system)
+    both = {title: conversation}
+    if compare is not None and load is not None:
+        both[other_title(compare, title)] = Conversation(*load(compare), sampling, system)
     if prompt is not None:
         if not prompt.strip():
             raise UserError("prompt", prompt, "is empty", "write a question")
-        answer_script(conversation, [prompt], console)
+        answer_script(both, [prompt], console)
     elif not sys.stdin.isatty():
-        answer_script(conversation, sys.stdin, console)
+        answer_script(both, sys.stdin, console)
     else:
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # its mere import gives input() line editing and a history
-        Terminal(conversation, console).run(title)
+        Terminal(conversation, console, load=load, both=both).run(title)
 
 
-@dataclass
+@dataclass(eq=False)
 class Conversation:
     """The turns so far, and which of them the model still sees."""
 
@@ -123,25 +136,31 @@ class Conversation:
         return messages
 
 
-def answer_script(conversation: Conversation, questions: Iterable[str], console: Console) -> None:
-    """Writes the answer to each question to `console` and nothing else; notes go to stderr, Ctrl-C ends it."""
+def answer_script(conversations: dict[str, Conversation], questions: Iterable[str], console: Console) -> None:
+    """Writes the answers to each question to `console` and nothing else; notes go to stderr, Ctrl-C ends it.
+
+    Of several models, each answer stands under the model's title.
+    """
 
     def note(text: str) -> None:
         print(f"note: {text}", file=sys.stderr, flush=True)
 
-    if not conversation.tokenizer.chat_template:
+    if any(not one.tokenizer.chat_template for one in conversations.values()):
         note(NO_TEMPLATE)
     try:
         for line in questions:
             question = line.rstrip("\r\n")
             if not question.strip():  # blank lines on stdin are layout
                 continue
-            given = conversation.ask(question, lambda text: _write(console, text), note)
-            _finish_line(console, given.text)
-            if given.ended == "interrupted":
-                raise KeyboardInterrupt
-            if shown := _ending(given, conversation.sampling, "raise max_tokens"):
-                note(shown)
+            for title, conversation in conversations.items():
+                if len(conversations) > 1:
+                    _write(console, f"== {title}\n")
+                given = conversation.ask(question, lambda text: _write(console, text), note)
+                _finish_line(console, given.text)
+                if given.ended == "interrupted":
+                    raise KeyboardInterrupt
+                if shown := _ending(given, conversation.sampling, "raise max_tokens"):
+                    note(shown)
     except KeyboardInterrupt:
         raise Interrupted("stopped by Ctrl-C", 130) from None
     except UnicodeDecodeError as error:
@@ -155,12 +174,15 @@ class Terminal:
     conversation: Conversation
     console: Console
     read: Callable[[str], str] = input
+    load: Loader | None = None
+    both: dict[str, Conversation] = field(default_factory=dict)  # by title; more than one while models are compared
 
     def run(self, title: str) -> None:
         """Talks until /quit, Ctrl-D or two Ctrl-C in a row."""
-        self.console.print(title, style="bold", markup=False, highlight=False)
+        self.both = self.both or {title: self.conversation}
+        self.console.print(" and ".join(self.both), style="bold", markup=False, highlight=False)
         self._note("/help lists the commands, Ctrl-D leaves")
-        if not self.conversation.tokenizer.chat_template:
+        if any(not one.tokenizer.chat_template for one in self.both.values()):
             self._note(NO_TEMPLATE)
         interrupts = 0
         while interrupts < 2:
@@ -208,57 +230,86 @@ class Terminal:
             "/retry": self._retry,
             "/undo": self._undo,
             "/save": lambda: self._save(rest),
+            "/load": lambda: self._load(rest),
             "/set": lambda: self._set(rest),
+            "/compare": lambda: self._compare(rest),
+            "/tokens": self._tokens,
         }
         if name in commands:
             commands[name]()
         elif name not in ("/quit", "/exit"):
-            near = difflib.get_close_matches(name, _COMMANDS, n=1)
+            near = difflib.get_close_matches(name, [*commands, "/quit"], n=1)
             meant = f"did you mean {near[0]}? " if near else ""
             self._note(f"there is no command {name}; {meant}/help lists them")
         return name not in ("/quit", "/exit")
 
     def _ask(self, question: str) -> bool:
         """Streams an answer and its dim summary line; False where it was stopped before the first word."""
+        if len(self.both) > 1:
+            return self._ask_both(question)
         given = self.conversation.ask(question, self._stream, self._note)
         _finish_line(self.console, given.text)
         if not given.text and given.ended == "interrupted":
             self._note("stopped before the first word; the question is taken back")
             return False
-        rate = given.tokens / max(given.seconds, 1e-9)
-        why = _ending(given, self.conversation.sampling, f"/set max_tokens={2 * self.conversation.sampling.max_tokens}")
-        self._note(f"{given.tokens} tokens · {rate:.1f} tokens/s" + (f" · {why}" if why else ""))
+        self._note(self._summary(given))
         return True
 
+    def _ask_both(self, question: str) -> bool:
+        """Shows the answers of both models; an interrupt takes the question back from both."""
+        before = [len(one.turns) for one in self.both.values()]
+        asks = {title: partial(one.ask, question, note=self._note) for title, one in self.both.items()}
+        whole = False
+        try:
+            given = show_answers(self.console, asks, self._summary, self._note)
+            whole = all(one.ended != "interrupted" for one in given) and len(given) == len(asks)
+        finally:
+            if not whole:
+                for one, size in zip(self.both.values(), before, strict=True):
+                    if len(one.turns) > size:
+                        one.undo()
+        if not whole:
+            self._note("stopped; the question is taken back")
+        return whole
+
+    def _summary(self, given: Reply) -> str:
+        sampling, rate = self.conversation.sampling, given.tokens / max(given.seconds, 1e-9)
+        why = _ending(given, sampling, f"/set max_tokens={2 * sampling.max_tokens}")
+        return f"{given.tokens} tokens · {rate:.1f} tokens/s" + (f" · {why}" if why else "")
+
     def _stream(self, text: str) -> None:
-        _write(self.console, text.replace("\x1b", "␛"))  # escape codes from a model could repaint the terminal
+        _write(self.console, harmless(text))
 
     def _system(self, text: str) -> None:
-        self.conversation.system = text or None
+        for one in self.both.values():
+            one.system = text or None
         self._note("the system message is set" if text else "the system message is removed")
 
     def _reset(self) -> None:
-        self.conversation.reset()
+        for one in self.both.values():
+            one.reset()
         self._note("the conversation is forgotten")
 
     def _undo(self) -> None:
-        turn = self.conversation.undo()
+        turn, *_ = [one.undo() for one in self.both.values()]
         self._note("there is nothing to take back" if turn is None else f"taken back: {turn[0]}")
 
     def _retry(self) -> None:
-        first_seen, turn = self.conversation.first_seen, self.conversation.undo()
+        kept = {one: (one.first_seen, one.undo()) for one in self.both.values()}
+        turn = kept[self.conversation][1]
         if turn is None:
             self._note("there is no question to answer again")
             return
         if self.conversation.sampling.temperature == 0:
-            self._note("temperature is 0, so the same answer comes again; try /set temperature=0.7")
+            self._note("temperature is 0, so the same answer comes again; try /set temperature 0.7")
         before, answered = len(self.conversation.turns), False
         try:
             answered = self._ask(turn[0])
         finally:
             if not answered and len(self.conversation.turns) == before:  # the old answer is better than none
-                self.conversation.turns.append(turn)
-                self.conversation.first_seen = first_seen
+                for one, (first_seen, old) in kept.items():
+                    one.turns += [] if old is None else [old]
+                    one.first_seen = first_seen
 
     def _save(self, name: str) -> None:
         if not name:
@@ -270,11 +321,50 @@ class Terminal:
             append_chat_row(path, self.conversation.messages(self.conversation.turns))
             self._note(f"appended to {path}")
 
+    def _load(self, name: str) -> None:
+        if not name:
+            self._note("name a file: /load FILE.jsonl")
+            return
+        system, turns = read_chat_row(Path(name).expanduser())
+        for one in self.both.values():
+            one.reset()
+            one.system, one.turns = system, list(turns)
+        self._note(
+            f"{len(turns)} turn{'' if len(turns) == 1 else 's'} loaded" + (", and a system message" * bool(system))
+        )
+
     def _set(self, text: str) -> None:
-        if text:
-            self.conversation.sampling = changed(self.conversation.sampling, text.split())
+        words = text.split()
+        if words and "=" not in text and len(words) % 2 == 0:
+            words = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+        if words:
+            sampling = changed(self.conversation.sampling, words)
+            for one in self.both.values():
+                one.sampling = sampling
         settings = dataclasses.asdict(self.conversation.sampling)
         self._note(" ".join(f"{name}={value}" for name, value in settings.items()))
+
+    def _compare(self, name: str) -> None:
+        title = next(iter(self.both))
+        if name and self.load is not None:
+            self._note(f"loading {name}")
+            talk = self.conversation
+            other = Conversation(*self.load(name), talk.sampling, talk.system, list(talk.turns), talk.first_seen)
+            self.both = {title: talk, other_title(name, title): other}
+            self._note("both answer from now on; /compare alone ends it")
+        elif len(self.both) > 1:
+            self.both = {title: self.conversation}
+            self._note(f"only {title} answers from now on")
+        else:
+            self._note("name a model: /compare MODEL")
+
+    def _tokens(self) -> None:
+        for title, one in self.both.items():
+            seen = one.messages(one.turns[one.first_seen :])
+            used = len(prompt_ids(one.tokenizer, seen)) if seen and one.tokenizer.chat_template else 0
+            context = context_length(one.model)
+            name = f"{title}: " if len(self.both) > 1 else ""
+            self._note(f"{name}{used} tokens" + ("" if context is None else f" of {context}, {context - used} left"))
 
     def _note(self, text: str) -> None:
         self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -295,35 +385,6 @@ def changed(sampling: Sampling, assignments: list[str]) -> Sampling:
             form = f"{name}=7" if whole else f"{name}=0.7"
             raise UserError("/set", assignment, "is not a number", f"write e.g. /set {form}") from None
     return Sampling(**values)
-
-
-def append_chat_row(path: Path, messages: list[Message]) -> None:
-    """Appends a conversation to a chat JSONL file, new or existing; any other file is refused untouched."""
-    row = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
-    try:
-        if path.exists():
-            if not (path.is_file() and _holds_chat_rows(path)):
-                raise UserError("/save", str(path), "exists and is no chat JSONL file", "choose another name")
-            with path.open("rb") as file:
-                if file.seek(0, 2) > 0:
-                    file.seek(-1, 2)
-                    row = row if file.read(1) == b"\n" else b"\n" + row
-        with path.open("ab") as file:
-            file.write(row)
-    except OSError as error:
-        raise UserError("/save", str(path), error.strerror or str(error), "choose a file you may write") from None
-
-
-def _holds_chat_rows(path: Path) -> bool:
-    with path.open("rb") as file:
-        first = file.readline(2**26)  # a binary file may have no line end at all
-    if not first:
-        return True
-    try:
-        row = json.loads(first)
-    except ValueError:
-        return False
-    return isinstance(row, dict) and "messages" in row
 
 
 def _ending(given: Reply, sampling: Sampling, remedy: str) -> str:

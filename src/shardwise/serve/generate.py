@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shardwise.errors import UserError
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content, and whatever else the chat template reads
 NO_TEMPLATE = "the tokenizer has no chat template: the last message is completed as plain text, nothing else is seen"
 
 
@@ -81,10 +81,10 @@ def reply(
 ) -> Reply:
     """What `answer` gives, with the token count, the time taken and the reason it ended."""
     prompt = prompt_ids(tokenizer, messages)
-    room = _room(model, prompt)
+    room = room_after(model, prompt)
     limit = sampling.max_tokens if room is None else min(sampling.max_tokens, room)
     stops = stop_ids(tokenizer, model)
-    pieces = _Pieces(tokenizer, stops, on_text)
+    pieces = Pieces(tokenizer, stops, on_text)
     began, interrupted = time.perf_counter(), False
     try:
         _generate(model, tokenizer, [prompt], limit, sampling, stops, pieces)
@@ -106,14 +106,25 @@ def answers(
     batch_size: int = 8,
 ) -> list[str]:
     """Answers to separate one-turn questions, the same as asking them one by one; greedy ones share a batch."""
-    _warn_without_template(tokenizer)
     conversations: list[list[Message]] = [[{"role": "user", "content": question}] for question in questions]
+    return replies(model, tokenizer, conversations, sampling, batch_size)
+
+
+def replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[list[Message]],
+    sampling: Sampling,
+    batch_size: int = 8,
+) -> list[str]:
+    """The next answer of each of separate conversations, as `answers` gives them."""
+    _warn_without_template(tokenizer)
     prompts = [prompt_ids(tokenizer, messages) for messages in conversations]
     stops = stop_ids(tokenizer, model)
-    texts = [""] * len(questions)
+    texts = [""] * len(conversations)
     together: list[int] = []
     for i, prompt in enumerate(prompts):
-        room = _room(model, prompt)
+        room = room_after(model, prompt)
         # Sampling draws from one random stream per batch, and the repetition penalty counts padding as a repeated
         # token: neither would give in a batch what it gives alone. A row near the end of the context has its own limit.
         greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1
@@ -149,13 +160,26 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> set[
     return found
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
+    """A conversation as the chat template writes it, up to where the answer begins."""
+    if not tokenizer.chat_template:
+        raise UserError("chat", True, "the tokenizer has no chat template", "leave it out")
+    return _render(tokenizer, messages, generation_prompt=True)
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
     """The token ids the model is given for a conversation, up to where its answer begins."""
     if tokenizer.chat_template:
         # The template writes BOS itself where the model wants one; the tokenizer must not add a second.
-        return _encode(tokenizer, _render(tokenizer, messages, generation_prompt=True), special=False)
-    last = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-    return _encode(tokenizer, last, special=True)
+        return _encode(tokenizer, _render(tokenizer, messages, generation_prompt=True, tools=tools), special=False)
+    return text_ids(tokenizer, next((m["content"] for m in reversed(messages) if m["role"] == "user"), ""))
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The token ids of a text that the model is to go on with, no chat template around it."""
+    return _encode(tokenizer, text, special=True)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -165,7 +189,7 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 @dataclass
-class _Pieces(BaseStreamer):
+class Pieces(BaseStreamer):
     """Receives token ids one by one and passes on text as soon as it is whole characters."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -184,11 +208,15 @@ class _Pieces(BaseStreamer):
             self._prompt_passed = True
             return
         for token in value.flatten().tolist():
-            if token in self.stops:
-                self.stopped = True
-            else:
-                self.ids.append(token)
-                self._pass_on(final=False)
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Takes the next token of the answer."""
+        if token in self.stops:
+            self.stopped = True
+        else:
+            self.ids.append(token)
+            self._pass_on(final=False)
 
     def end(self) -> None:
         """Called by `generate` when it is done: whatever was held back goes out."""
@@ -277,7 +305,7 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _room(model: PreTrainedModel, prompt: list[int]) -> int | None:
+def room_after(model: PreTrainedModel, prompt: list[int]) -> int | None:
     """How many tokens the answer may have; a UserError where there is no prompt or no room."""
     if not prompt:
         raise UserError("prompt", None, "is empty", "write a question")
@@ -290,9 +318,17 @@ def _room(model: PreTrainedModel, prompt: list[int]) -> int | None:
     return context - len(prompt)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation_prompt: bool) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    options: dict[str, Any] = {"tools": tools} if tools else {}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation_prompt, **options
+        )
     except TemplateError as error:
         roles = ", ".join(m["role"] for m in messages)
         remedy = "this model's template may allow no system message, or ask for turns that alternate"

@@ -13,11 +13,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.adapters.apply import apply_method
+from shardwise.adapters.describe import method_lines
 from shardwise.models.build import build_on_meta, find_blocks
+from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import shard_size
 from shardwise.zero.plusplus import describe_collectives
 from shardwise.zero.policy import held_by_place
+from shardwise.zero.stages import unmanaged
 from shardwise.zero.units import choose_units, describe_units
 
 if TYPE_CHECKING:
@@ -50,10 +54,9 @@ def _data_lines(job: Job) -> Iterator[str]:
     data = job.data
     if data.complete:
         held = data.total("held_out") + sum(int(one.known["documents"]) for one in data.eval)
-        counts = (data.total("documents"), data.total("tokens"), data.total("supervised"))
-        yield "data{:,} documents, {:,} tokens, {:,} of them learned".format(*counts) + (
-            f"; {held:,} held out" if held else ""
-        )
+        learned = f", {data.total('supervised'):,} of them learned" if job.source.task in ("causal", "seq2seq") else ""
+        counts = f"{data.total('documents'):,} documents, {data.total('tokens'):,} tokens{learned}"
+        yield f"data{counts}" + (f"; {held:,} held out" if held else "")
     else:
         yield "datathe first windows of its sources; the rest is being tokenised"
     for one in data.train:
@@ -61,6 +64,21 @@ def _data_lines(job: Job) -> Iterator[str]:
         if fates:
             said = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
             yield f"[yellow]{escape(one.spec.source.path)}: {said} (listed in {one.folder / 'fates.jsonl'})[/yellow]"
+
+
+def _aim(job: Job) -> str | None:
+    """What the model is trained to do, where it is not to go on with a text."""
+    objective: Any = job.run.objective
+    match objective.type:
+        case "seq2seq":
+            return "write targets from sources"
+        case "masked":
+            whole = ", whole words together" if objective.whole_words else ""
+            return f"fill in masked tokens, {objective.share:.0%} of all{whole}"
+        case "classify":
+            labels = objective.labels
+            return f"tell {len(labels)} classes apart: {', '.join(labels[:12])}{' …' if len(labels) > 12 else ''}"
+    return None
 
 
 def print_plan(job: Job, console: Console | None = None) -> None:
@@ -72,7 +90,10 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     table = Table(title="plan of the run", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("model", f"{job.source.label}, {job.parameters / 1e6:,.1f}M parameters, all trained")
+    for title, words in method_lines(job):
+        table.add_row(title, words)
+    if (aim := _aim(job)) is not None:
+        table.add_row("objective", aim)
     for words in _data_lines(job):
         table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
     packed = " (packed)" if run.data.packing else ""
@@ -93,12 +114,17 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     )
     if run.parallel.bucket is not None:
         model = build_on_meta(job.source)
-        units = choose_units(model, find_blocks(model), run.parallel.bucket, shard)
+        apply_method(model, run, job.source.weights)
+        plain = unmanaged(model, run.parallel.zero, run.precision)
+        units = choose_units(model, find_blocks(model), run.parallel.bucket, shard, plain)
         table.add_row("buckets", describe_units(units, run.parallel.bucket))
-    for place, kinds in held_by_place(run, job.parameters, shard).items():
+    for place, kinds in held_by_place(run, job.adapted.trainable, shard, job.adapted.frozen_bytes).items():
         where, more = _place(place, run.offload.optimizer)
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
         table.add_row(where, parts + more)
+    for name, what, size, more in held_besides(job):
+        held = f": {human(size)} per rank" if size else ": nothing is held besides"
+        table.add_row(name, escape(f"{what}{held}{'; ' * bool(more)}{more}"))
     table.add_row(
         "rate",
         f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, clip {run.train.clip}",
@@ -148,9 +174,10 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
     held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
     console.print(f"done: {result.step} steps, {loss}{held}")
-    console.print(
-        f"  model    {result.model}   (talk to it: shardwise chat {shlex.quote(str(job.output))})", highlight=False
-    )
+    talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
+    console.print(f"  model    {result.model}{talk}", highlight=False)
+    if result.check:
+        console.print(f"  check    {result.check}", highlight=False, markup=False)
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)
     console.print(f"  metrics  {job.output / 'metrics.jsonl'}", highlight=False)
 

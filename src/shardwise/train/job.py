@@ -10,15 +10,35 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.config.load import LoadedRun
-from shardwise.config.resolve import check_output, check_room, resolve_machine, resolve_model, resolve_steps, world_size
+from shardwise.config.resolve import (
+    check_output,
+    check_room,
+    purpose_of,
+    resolve_machine,
+    resolve_model,
+    resolve_objective,
+    resolve_steps,
+    task_wanted,
+    world_size,
+)
 from shardwise.config.schema import Run
+from shardwise.data.judged_layout import LAYOUTS
+from shardwise.data.layout import CausalLayout, Layout
 from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import Prepared, Tell, prepare_data
-from shardwise.models.source import ModelSource, converted_folder, find_model
+from shardwise.data.purposes import ROW_PURPOSES
+from shardwise.data.rows import row_layout
+from shardwise.data.taught import TaughtLayout
+from shardwise.models.adapt import adapt_model, labels_of, padding_id
+from shardwise.models.source import ModelSource, find_model
+from shardwise.models.teacher import Teacher, find_teacher
+
+if TYPE_CHECKING:
+    from shardwise.adapters.apply import Adapted
 
 
 @dataclass(frozen=True)
@@ -30,8 +50,14 @@ class Job:
     source: ModelSource
     tokenizer: Any
     data: Prepared
-    parameters: int
+    adapted: Adapted
     output: Path
+    teacher: Teacher | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Of the base, trained or not."""
+        return self.adapted.parameters
 
     @property
     def ranks(self) -> int:
@@ -39,9 +65,18 @@ class Job:
 
     @property
     def pad_id(self) -> int:
-        """The id for padding; never learned, so any will do where the tokenizer has none."""
-        pad = self.tokenizer.pad_token_id
-        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+        """The id for padding."""
+        return padding_id(self.tokenizer)
+
+    @property
+    def layout(self) -> Layout:
+        """How documents become what the objective takes."""
+        if self.teacher is not None:
+            return TaughtLayout(self.pad_id, self.teacher.answers)
+        if purpose_of(self.run) in ROW_PURPOSES:
+            vocabulary = self.source.config.get_text_config().vocab_size
+            return row_layout(self.run.objective, self.tokenizer, self.pad_id, self.run.train.seed, vocabulary)
+        return LAYOUTS.get(purpose_of(self.run), CausalLayout)(self.pad_id)
 
     @property
     def offload_folder(self) -> Path:
@@ -52,7 +87,7 @@ class Job:
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data
-        return make_loader(self.data.streams(), data, self.run.train.seed, self.pad_id, data.temperature)
+        return make_loader(self.data.streams(), data, self.run.train.seed, self.layout, data.temperature)
 
     def eval_loader(self) -> Loader | None:
         """The held-out sequences, if any."""
@@ -64,38 +99,46 @@ class Job:
         else:
             return None
         streams = [SourceStream(n, s) for n, s in zip(names, stores, strict=True)]
-        return make_loader(streams, data, self.run.train.seed, self.pad_id, 1.0)
+        return make_loader(streams, data, self.run.train.seed, self.layout, 1.0)
 
 
 def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Job:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
+    from shardwise.adapters.apply import apply_method
     from shardwise.models.build import build_on_meta
-    from shardwise.models.weights import check_shapes, match_names, tensor_files
+    from shardwise.models.frozen import readable
+    from shardwise.models.heads import listed
+    from shardwise.models.weights import new_parameters
     from shardwise.zero.disk import check_disk
     from shardwise.zero.policy import disk_bytes
 
     result = resolve_machine(loaded.run)
     check_output(result.run)
     say("finding the model")
-    source = find_model(result.run.model, say)
+    source = find_model(result.run.model, say, task_wanted(result.run))
+    resolve_objective(result, source.task)
+    tokenizer = source.load_tokenizer()
+    source = adapt_model(result, source, tokenizer)
     resolve_model(result, source.config)
     model = build_on_meta(source)
-    if source.weights is not None and match_names(model, tensor_files(source.weights)) is None:
-        say("converting the weights to the model's own names (once)")
-        source = replace(source, weights=converted_folder(source))
-    if source.weights is not None:
-        check_shapes(model, source.weights)
-    parameters = sum(p.numel() for p in model.parameters())
-    check_room(result.run, parameters)
-    tokenizer = source.load_tokenizer()
+    source = readable(source, model, say)
+    if source.weights is not None and (new := new_parameters(model, source.weights)):
+        say(listed(new))
+    adapted = apply_method(model, result.run, source.weights)
+    check_room(result.run, adapted.trainable, adapted.frozen)
     vocabulary = model.get_input_embeddings().num_embeddings
+    teacher = find_teacher(result.run, tokenizer, vocabulary, say)
+    purpose = purpose_of(result.run)
     early = result.run.train.steps is not None  # a run that counts in epochs must know how long one is
-    data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell)
-    job = Job(result.run, result.reasons, source, tokenizer, data, parameters, Path(result.run.output).expanduser())
+    data = prepare_data(
+        result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, purpose, labels_of(result.run)
+    )
+    output = Path(result.run.output).expanduser()
+    job = Job(result.run, result.reasons, source, tokenizer, data, adapted, output, teacher)
     if not early:
         resolve_steps(result, job.loader().epoch_sequences())
     job = replace(job, run=result.run, reasons=result.reasons)
-    if size := disk_bytes(job.run, parameters):
+    if size := disk_bytes(job.run, adapted.trainable, adapted.frozen_bytes):
         check_disk(job.offload_folder, size)
     _check_resume(job)
     return job
@@ -103,12 +146,14 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
 
 def _check_resume(job: Job) -> None:
     """A checkpoint that cannot be gone on from is told before any process starts; its files are hashed by the ranks."""
+    from shardwise.adapters.describe import check_same_method
     from shardwise.checkpoint.store import check_same_data, choose_checkpoint
 
     folder = choose_checkpoint(job.run.resume, job.output / "checkpoints")
     with contextlib.suppress(OSError, ValueError):  # damaged: the ranks will find and name it
         if folder is not None:
             check_same_data(folder, job.data.fingerprint)
+            check_same_method(folder, job.run)
 
 
 def write_job(job: Job, file: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.hf import export_checkpoint
 from shardwise.checkpoint.store import step_folder
 from shardwise.data.ahead import Ahead
-from shardwise.data.loader import IGNORE, StepBatch
+from shardwise.data.loader import StepBatch
 from shardwise.errors import RunFailed
+from shardwise.export.command import SOON, export_folder
+from shardwise.export.facts import write_data
+from shardwise.models.attention import fast_attention
 from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.memory import MemoryWatch
@@ -25,22 +27,24 @@ from shardwise.observe.progress import Progress
 from shardwise.observe.tables import Tables
 from shardwise.optim.schedules import set_rates
 from shardwise.train.control import Control
-from shardwise.train.meter import not_finite, told_by_source
-from shardwise.train.objective import fast_attention
+from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
+from shardwise.train.meter import not_finite
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
+from shardwise.train.watch import Watch
 
 BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: steps done, last losses, and the signal that stopped it (0 = it finished)."""
+    """How a run ended: steps done, last losses, and the signal that stopped it (0 = it finished, `early` says why)."""
 
     step: int
     loss: float | None
     eval_loss: float | None
     stopped_by: int = 0
+    early: str = ""
 
 
 def fit(parts: Parts) -> Outcome:
@@ -51,6 +55,7 @@ def fit(parts: Parts) -> Outcome:
     save_every, eval_every = run.checkpoint.every, run.train.eval_every
     stop, loss, eval_loss = 0, None, None
     report = Report(parts, total)
+    watch = watch_of(parts)
     control = Control(
         world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None
     )
@@ -59,9 +64,9 @@ def fit(parts: Parts) -> Outcome:
         end=position.sequences + (total - position.step) * run.train.batch_size,
     )  # fmt: skip
     with control, report, batches:
-        if position.step >= total and not step_folder(parts.store.root, position.step).is_dir():
+        if (position.step >= total or watch.enough) and not step_folder(parts.store.root, position.step).is_dir():
             save(parts)  # it was finished in another output folder
-        while position.step < total and not stop:
+        while position.step < total and not stop and not watch.enough:
             step = position.step
             parts.store.raise_if_failed()
             control.begin()
@@ -69,6 +74,8 @@ def fit(parts: Parts) -> Outcome:
             seed_step(run.train.seed, step, world.rank)
             with parts.timer.region("data"):
                 batch = batches.step(position.sequences)
+            if not parts.loader.layout.counted:
+                batch = agree_on_units(batch, world.control)
             rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
@@ -83,7 +90,7 @@ def fit(parts: Parts) -> Outcome:
             stop, save_due, eval_due = control.end()
             last = position.step == total
             evaluating = parts.eval_loader is not None and not stop and (last or eval_due or _due(eval_every, step + 1))
-            saving = last or stop or save_due or _due(save_every, step + 1)
+            saving = last or bool(stop) or save_due or _due(save_every, step + 1)
             # Read before anything is saved: the checkpoint of a run that has come to nothing would be of no use.
             if evaluating or saving or position.step % run.log.every == 0:
                 records = parts.timer.annotate(parts.meter.flush())
@@ -98,19 +105,19 @@ def fit(parts: Parts) -> Outcome:
                     held_out = evaluate(parts)
                 eval_loss = held_out.loss
                 report.evaluated(position.step, held_out)
-                if position.best_loss is None or eval_loss < position.best_loss:
-                    position.best_loss, position.best_step = eval_loss, position.step
-                    saving = True
+                saving |= watch.evaluated(held_out.record) or bool(watch.enough)
             if saving:
                 parts.status.set("saving")
                 with parts.meter.paused():
                     save(parts)
         parts.status.set("finishing the last checkpoint")
         parts.store.wait()
-        outcome = Outcome(position.step, loss, eval_loss, stop)
+        outcome = Outcome(position.step, loss, eval_loss, stop, watch.enough)
         if not stop and world.is_main:
             parts.status.set("exporting")
-            finish(parts, outcome, step_folder(parts.store.root, position.step))
+            report.ended(outcome)
+            best = position.best_step if run.export.checkpoint == "best" else None
+            finish(parts, outcome, step_folder(parts.store.root, position.step if best is None else best))
         dist.barrier(group=world.checkpoint)
     return outcome
 
@@ -122,7 +129,7 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
     same, whatever micro-batch or rank it fell into. FSDP averages over ranks, hence the factor of their number.
     """
     scale = parts.sharded.data_parallel_size / max(1, batch.supervised)
-    summed = torch.zeros(1, device=parts.world.device)
+    summed = torch.zeros(1, device=parts.world.device)  # broadcast to all that the objective tells
     for index, micro in enumerate(batch.micro_batches):
         parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
         with fast_attention(parts.world.device):
@@ -134,38 +141,28 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
     return summed
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss per learned token, and what the record tells of each source."""
-
-    loss: float
-    by_source: dict[str, Any]
+def agree_on_units(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:
+    """The batch with the counts over all ranks, where each rank knows its own micro-batches' alone."""
+    counts = torch.stack([micro.units for micro in batch.micro_batches]).sum(0)
+    dist.all_reduce(counts, group=group)
+    return replace(batch, supervised=int(counts.sum()), by_source=tuple(int(n) for n in counts))
 
 
 def evaluate(parts: Parts) -> Evaluation:
     """The loss over the held-out sequences, the same on every rank."""
-    loader, world = parts.eval_loader, parts.world
+    loader, world, objective = parts.eval_loader, parts.world, parts.objective
     assert loader is not None
-    sequences, micro = loader.epoch_sequences(), int(parts.job.run.train.micro_batch_size)
-    count = len(loader.sources)
-    sums = torch.zeros(2, 1 + count, dtype=torch.float64)  # losses and learned tokens: in all, then by source
+    micro = int(parts.job.run.train.micro_batch_size)
     with parts.sharded.evaluation():
-        for first in range(0, sequences, micro * world.size):
-            mine = range(first + world.rank * micro, min(first + (world.rank + 1) * micro, sequences))
-            # A rank without a sequence still takes part (the forward is collective) but counts nothing.
-            batch = loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(world.device)
-            if len(mine):
-                loss = parts.objective(parts.sharded.model, batch)
-                source = torch.zeros_like(batch.labels) if batch.sources is None else batch.sources
-                learned = torch.bincount(source[batch.labels != IGNORE], minlength=count)
-                sums[0] += torch.cat([loss.total.detach()[None], loss.by_source]).cpu()
-                sums[1] += torch.cat([learned.sum()[None], learned]).cpu()
-            else:
-                parts.objective(parts.sharded.model, batch)
+        sums = summed_losses(parts.sharded.model, objective, loader, micro, world.device, world.rank, world.size)
     dist.all_reduce(sums, group=world.control)
-    (total, *losses), (learned_tokens, *counts) = sums.tolist()
-    told = told_by_source(loader.names, losses, [int(n) for n in counts])
-    return Evaluation(total / max(learned_tokens, 1), told)
+    return evaluation_of(sums, objective.figures, loader.names)
+
+
+def watch_of(parts: Parts) -> Watch:
+    """Follows the run's evaluations from its position on."""
+    sources = parts.eval_loader.names if parts.eval_loader else []
+    return Watch(parts.job.run, parts.position, parts.store.root, sources, parts.objective.figures)
 
 
 def save(parts: Parts) -> None:
@@ -186,15 +183,21 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     """On the main rank: the Hugging Face folder, the curve and a summary beside them."""
     job = parts.job
     target = job.output / "model"
-    export_checkpoint(
-        checkpoint, target, job.run.export.dtype, job.run.export.shard_size, overwrite=True, verified=True
-    )
+    write_data(job)
+    export = job.run.export
+    shape = (export.dtype, export.shard_size)
+    how: dict[str, Any] = {"overwrite": True, "verified": True, "check": export.check, "most": SOON}
+    exported = export_folder(checkpoint, target, *shape, **how)
+    if export.merged:
+        exported = export_folder(checkpoint, job.output / "merged", *shape, **how, merged=True)
     records = read_metrics(job.output / "metrics.jsonl")
     write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
     # From the records, not the outcome: a run that was finished before has no losses of its own.
     losses = {record["kind"]: record["loss"] for record in records}
     summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
+    summary |= {"check": exported.checked}
     summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
+    summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}
     (job.output / "result.json").write_text(json.dumps(summary, indent=1))
 
 
@@ -254,8 +257,11 @@ class Report:
     def evaluated(self, step: int, held_out: Evaluation) -> None:
         """A new evaluation."""
         if self._active:
-            loss, perplexity = held_out.loss, math.exp(min(held_out.loss, 50))
-            record = {"kind": "eval", "step": step, "loss": loss, "perplexity": perplexity, "time": time.time()}
-            record |= held_out.by_source
+            record = {"kind": "eval", "step": step, **held_out.record, "time": time.time()}
             self._file.append(record)
             self._progress.evaluated(record)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Why there are no more steps, where it is not that all are done."""
+        if self._active and outcome.early:
+            self._progress.note(outcome.early)

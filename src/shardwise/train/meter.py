@@ -43,6 +43,7 @@ class Meter:
         flops_per_token: float,
         peak: float | None,
         sources: Sequence[str] = (),
+        figures: Sequence[str] = (),
     ) -> None:
         self._group, self._device, self._total = group, device, total
         self._pending: list[_Pending] = []
@@ -50,10 +51,11 @@ class Meter:
         self._last = self._started
         self._away = 0.0
         self._first_step: int | None = None
-        self._flops_per_token, self._peak, self._sources = flops_per_token, peak, tuple(sources)
+        self._flops_per_token, self._peak = flops_per_token, peak
+        self._sources, self._figures = tuple(sources), tuple(figures)
 
     def add(self, step: int, rate: float, loss: torch.Tensor, norm: torch.Tensor, batch: Any) -> None:
-        """Notes a finished step, its loss as the objective sums it (in all, then by source); no waiting."""
+        """Notes a finished step, its loss as the objective sums it (Loss.sums); no waiting."""
         self._first_step = step if self._first_step is None else self._first_step
         self._pending.append(
             _Pending(step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch, batch.by_source)
@@ -105,7 +107,8 @@ class Meter:
                     "eta_seconds": round(per_step * (self._total - entry.step - 1), 1),
                 }
                 | memory
-                | told_by_source(self._sources, parts, entry.by_source)
+                | {name: value / max(1, entry.supervised) for name, value in zip(self._figures, parts, strict=False)}
+                | told_by_source(self._sources, parts[len(self._figures) :], entry.by_source)
             )
         self._pending = []
         return records

@@ -56,6 +56,28 @@ def check_model(
                 raise UserError("data.packing", True, problem, "set data.packing: false")
 
 
+def check_decoder(sharded: ShardedModel, vocabulary: int, label: str, device: torch.device) -> None:
+    """Refuses an encoder–decoder model whose decoder looks ahead, or does not look at the source."""
+    generator = torch.Generator().manual_seed(0)
+    source, target = (torch.randint(0, vocabulary, (1, LENGTH), generator=generator) for _ in range(2))
+    half = LENGTH // 2
+
+    def logits(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        inputs = {"input_ids": read, "attention_mask": torch.ones_like(read), "decoder_input_ids": given}
+        model: Any = sharded.model
+        return torch.as_tensor(model(**{k: v.to(device) for k, v in inputs.items()}, use_cache=False).logits)
+
+    with sharded.evaluation():
+        base = logits(source, target)
+        late = logits(source, _changed(target, slice(half, None), vocabulary))
+        if _moved(base[:, :half], late[:, :half]):
+            problem = "the predictions of its decoder depend on later tokens of the target"
+            raise UserError("model", label, problem, "use another encoder–decoder model")
+        if torch.equal(base, logits(_changed(source, slice(LENGTH), vocabulary), target)):
+            problem = "what its decoder predicts does not depend on the source"
+            raise UserError("model", label, problem, "use another encoder–decoder model")
+
+
 def _logits(
     model: Any, ids: torch.Tensor, positions: torch.Tensor | None, device: torch.device, apart: bool = False
 ) -> torch.Tensor:

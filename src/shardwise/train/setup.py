@@ -1,6 +1,6 @@
 """From job to the loop's parts, in one visible order.
 
-build → recompute → activations → compile → shard → optimizer → fill → check → resume
+build → adapters → recompute → activations → compile → shard → optimizer → fill → check → resume
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
+from shardwise.adapters.apply import apply_method
+from shardwise.adapters.fill import fill_adapters
 from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
+from shardwise.config.methods import Full
+from shardwise.config.resolve import purpose_of
 from shardwise.data.loader import Loader
+from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
-from shardwise.models.weights import load_weights
+from shardwise.models.weights import load_weights, new_parameters
+from shardwise.objectives.base import Objective
+from shardwise.objectives.make import make_objective
 from shardwise.observe.breakdown import OFF, Timer, timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
@@ -27,8 +34,7 @@ from shardwise.parallel.mesh import World
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
 from shardwise.train.meter import Meter
-from shardwise.train.objective import CausalObjective, Objective
-from shardwise.train.selfcheck import check_model
+from shardwise.train.selfcheck import check_decoder, check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
 from shardwise.zero.activations import place_inputs
@@ -68,6 +74,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
+    adapted = apply_method(model, run, source.weights)
     if splits_masters(run.offload, run.precision):
         store_in_bf16(model)
     blocks = find_blocks(model)
@@ -88,6 +95,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
             return_freed_memory()
     model.train()
     sharded = ShardedModel(model, run.parallel.zero, world.mesh)
+    sharded.kept = adapted.kept
     install_collectives(sharded, run.parallel, world, run.timeout)
     return sharded
 
@@ -96,8 +104,12 @@ def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> 
     """The model's first values, from its files or fresh; those of split parameters go through their masters."""
     if job.source.weights is not None:
         load_weights(sharded.model, job.source.weights, through)
+        if new := new_parameters(sharded.model, job.source.weights):
+            fill_random(sharded.model, job.source, job.run.train.seed, through, new)
     else:
         fill_random(sharded.model, job.source, job.run.train.seed, through)
+    if not isinstance(job.run.method, Full):
+        fill_adapters(sharded, job.run.train.seed, job.run.method.adapter, through)
 
 
 def build_optimizer(
@@ -124,12 +136,12 @@ def build_parts(
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
     sharded = build_model(job, world, timer)
     optimizer = build_optimizer(job, world, sharded, disk, say)
-    fill_model(job, sharded, masters(optimizer) if isinstance(optimizer, OffloadedOptimizer) else {})
+    fill_model(job, sharded, masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
     vocabulary = model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
-        apart = _check(sharded, vocabulary, job, world, say)
+        apart = check_documents(sharded, vocabulary, job, world, say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -151,17 +163,22 @@ def build_parts(
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     loader = job.loader()
-    meter = _meter(job, world, model, position, loader.names)
+    objective = make_objective(job, world, sharded, apart, say)
+    meter = _meter(job, world, model, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
-        job, world, sharded, CausalObjective(model, apart), optimizer, scaler, update, loader, job.eval_loader(), store,
+        job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
         position, meter, status, timer,
     )  # fmt: skip
 
 
-def _check(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
+def check_documents(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
     """Checks the model; returns whether it is told where packed documents begin, or sees positions alone."""
     run, trouble = job.run, ""
+    if (purpose := purpose_of(run)) in ROW_PURPOSES:  # others may look ahead as they like
+        if purpose == "seq2seq":
+            check_decoder(sharded, vocabulary, job.source.label, world.device)
+        return False
     if run.data.packing and run.attention == "auto" and install(sharded.model):
         try:
             check_model(sharded, vocabulary, True, job.source.label, world.device, apart=True)
@@ -174,7 +191,9 @@ def _check(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: 
     return False
 
 
-def _meter(job: Job, world: World, model: Any, position: Position, sources: list[str]) -> Meter:
+def _meter(
+    job: Job, world: World, model: Any, position: Position, sources: list[str], figures: tuple[str, ...]
+) -> Meter:
     config = model.config.get_text_config()
     tied = (
         model.get_output_embeddings() is not None
@@ -182,10 +201,11 @@ def _meter(job: Job, world: World, model: Any, position: Position, sources: list
     )
     lookup = 0 if tied else model.get_input_embeddings().weight.numel()
     work = flops_per_token(
-        job.parameters, lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length
-    )
+        job.parameters, lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length,
+        job.adapted.frozen, stacks=2 if config.is_encoder_decoder else 1, causal=job.source.task == "causal",
+    )  # fmt: skip
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = peak_flops(name, job.run.precision) if name else None
     assert job.run.train.steps is not None
     total_peak = peak * world.size if peak else None
-    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak, sources)
+    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak, sources, figures)

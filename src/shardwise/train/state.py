@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.adapters.export import write_adapter_config
 from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
 from shardwise.data.fingerprint import write_fingerprint
 from shardwise.models.build import class_name
@@ -34,8 +35,12 @@ class Position:
     tokens: int = 0
     supervised: int = 0
     seconds: float = 0.0
-    best_loss: float | None = None
+    best_value: float | None = None  # of the figure best_metric, at best_step
     best_step: int | None = None
+    best_metric: str | None = None
+    waiting: int = 0  # evaluations since waiting_metric last improved, to waiting_value
+    waiting_value: float | None = None
+    waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
@@ -45,11 +50,15 @@ class Position:
 
 def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Every tensor that must survive, by name: model.<parameter>, optimizer.<parameter>.<state>."""
-    result: dict[str, Any] = {f"model.{n}": p for n, p in sharded.model.named_parameters()}
-    persistent = set(sharded.model.state_dict().keys())
-    result |= {f"model.{n}": b for n, b in sharded.model.named_buffers() if n in persistent}
+    model, kept = sharded.model, sharded.kept
+    if kept is None:
+        result: dict[str, Any] = {f"model.{n}": p for n, p in model.named_parameters()}
+    else:
+        result = {f"model.{n}": p for n, p in model.named_parameters(remove_duplicate=False) if n in kept}
+    persistent = set(model.state_dict().keys()) & (kept or set(model.state_dict().keys()))
+    result |= {f"model.{n}": b for n, b in model.named_buffers() if n in persistent}
     if isinstance(optimizer, OffloadedOptimizer):
-        return result | entries(optimizer)
+        return result | entries(optimizer, model if kept is None else None)
     for name, parameter in sharded.parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             result[f"optimizer.{name}.{key}"] = value
@@ -70,12 +79,13 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     original = job.source.weights / "generation_config.json" if job.source.weights is not None else None
     if original is not None and original.is_file():
         shutil.copy(original, folder)
-    elif model.generation_config is not None:
+    elif getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
         generation.update(use_cache=True, **ids)  # it was made from a config that training had told to use no cache
         generation.save_pretrained(folder)
     job.tokenizer.save_pretrained(folder)
     write_fingerprint(folder, job.tokenizer)
+    write_adapter_config(folder, model, job)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -101,6 +111,8 @@ def restore(
     check_same_data(folder, fingerprint)
     values = read_trainer(folder)
     values.pop("data_fingerprint")
+    if "best_loss" in values:  # written before another figure could decide
+        values |= {"best_value": values.pop("best_loss"), "best_metric": "eval_loss"}
     prime_optimizer(optimizer)
     load_tensors(folder, tensors_of(sharded, optimizer), group)
     sharded.updated()

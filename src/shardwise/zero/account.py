@@ -30,25 +30,29 @@ def predicted_bytes(parameters: int, stage: int, shard: int, precision: str) -> 
 
 
 def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of storage this rank holds now, by the categories of `predicted_bytes`."""
-    masters, working, gradients = [], [], []
+    """Bytes of storage this rank holds now, by the categories of `predicted_bytes`, and of frozen parameters if any."""
+    masters: list[Any] = []
+    working: list[Any] = []
+    gradients: list[Any] = []
+    frozen: list[Any] = [p for p in sharded.model.parameters() if not p.requires_grad and not isinstance(p, DTensor)]
     for unit in sharded.model.modules():
         if not isinstance(unit, FSDPModule):
             continue
         for group in parameter_groups(unit):
             for fp in group.fsdp_params:
-                masters.append(fp.sharded_param)
+                (masters if fp.sharded_param.requires_grad else frozen).append(fp.sharded_param)
                 working += fp.all_gather_outputs
                 gradients += [fp.sharded_param.grad, fp.unsharded_accumulated_grad]
                 if hasattr(fp, "_unsharded_param"):
                     gradients.append(fp._unsharded_param.grad)
             gradients.append(getattr(group, "_partial_reduce_output", None))
     moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim]
-    return {
+    held = {
         "parameters": _storage(working),
         "gradients": _storage(gradients),
         "optimizer": _storage(masters) + _storage(moments),
     }
+    return held | ({"frozen": _storage(frozen)} if frozen else {})
 
 
 def _storage(tensors: list[Any]) -> int:

@@ -13,14 +13,18 @@ from shardwise.optim.shards import local_of
 from shardwise.zero.master import join, split_
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.pieces import Piece, Segment, at, overlaps
+from shardwise.zero.shelf import Shelf
 
 Segments = list[tuple[Piece, Segment]]
 
 
-def entries(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """Every state as `optimizer.<parameter>.<state>`; parameters that are not whole on the device as `model.<…>`."""
+def entries(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> dict[str, Any]:
+    """Every state as `optimizer.<parameter>.<state>`; parameters that are not whole on the device as `model.<…>`.
+
+    With the model, frozen ones too.
+    """
     optimizer.finish()
-    found: dict[str, Any] = {f"model.{name}": rows for name, rows in masters(optimizer).items()}
+    found: dict[str, Any] = {f"model.{name}": rows for name, rows in masters(optimizer, model).items()}
     for parameter, name, segments in _segments(optimizer):
         found[f"optimizer.{name}.step"] = _step(optimizer)
         for state in optimizer.rule.states:
@@ -30,11 +34,28 @@ def entries(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     return found
 
 
-def masters(optimizer: OffloadedOptimizer) -> dict[str, Rows]:
-    """By name, the parameters that are split or not on the device: where their values are read and written."""
+def masters(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> dict[str, Rows]:
+    """By name, the parameters that are split or not on the device: where their values are read and written.
+
+    With the model, frozen ones too.
+    """
     if not optimizer.split and optimizer.shelf is None:
         return {}
-    return {name: _master(optimizer, parameter, segments) for parameter, name, segments in _segments(optimizer)}
+    found = {name: _master(optimizer, parameter, segments) for parameter, name, segments in _segments(optimizer)}
+    if optimizer.shelf is not None and model is not None:
+        found |= {n: _frozen(optimizer.shelf, p) for n, p in model.named_parameters() if not p.requires_grad}
+    return found
+
+
+def _frozen(shelf: Shelf, parameter: nn.Parameter) -> Rows:
+    """A parameter that is off the device and that no optimizer knows."""
+
+    def write(start: int, rows: torch.Tensor) -> None:
+        shelf.view(parameter)[start : start + len(rows)].copy_(rows)
+
+    mine = tuple(local_of(parameter).shape)
+    whole = outline(parameter, tuple(parameter.shape), mine, parameter.dtype)
+    return Rows(whole, lambda: shelf.view(parameter).cpu(), write)
 
 
 def _segments(optimizer: OffloadedOptimizer) -> list[tuple[nn.Parameter, str, Segments]]:

@@ -66,12 +66,18 @@ def describe_collectives(parallel: Parallel, shard: int, local: int) -> str:
     return "".join(f"; {words}" for words in said)
 
 
-def held_besides(parallel: Parallel, shard: int, local: int, parameters: int, precision: str) -> dict[str, float]:
-    """Bytes of device memory that a rank gives to ZeRO++, by kind, with `local` ranks on each host."""
+def held_besides(
+    parallel: Parallel, shard: int, local: int, parameters: int, frozen_bytes: int, precision: str
+) -> dict[str, float]:
+    """Bytes of device memory that a rank gives to ZeRO++, by kind, with `local` ranks on each host.
+
+    `parameters` are those that are trained.
+    """
     held = {}
     if parallel.secondary_shard not in (None, shard):
-        each = 1 if parallel.quantize_weights else {"fp32": 4}.get(precision, 2)
-        held["hpZ's second copy"] = each * parameters / parallel.secondary_shard
+        working = {"fp32": 4}.get(precision, 2)
+        size = working * parameters + frozen_bytes
+        held["hpZ's second copy"] = size / (working if parallel.quantize_weights else 1) / parallel.secondary_shard
     if parallel.quantize_gradients and parallel.gradient_feedback is not False and shard > 1:
         held["qgZ's lost roundings"] = 2 * parameters / _node_of(shard, local)
     return held

@@ -46,11 +46,18 @@ def offloaded_share(offload: Offload, precision: str, clip: float | None) -> flo
 
 def store_in_bf16(model: nn.Module) -> None:
     """Turns the parameters of a model on `meta` into bf16 ones; buffers stay as they are."""
+    store_in(model, torch.bfloat16)
+
+
+def store_in(model: nn.Module, dtype: torch.dtype, frozen_only: bool = False) -> None:
+    """Gives floating-point parameters another type, all of them or those that are not trained."""
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                new = nn.Parameter(parameter.detach().to(torch.bfloat16), parameter.requires_grad)
+            if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if not (frozen_only and parameter.requires_grad):
+                new = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = made.setdefault(id(parameter), new)
 
 
@@ -98,7 +105,7 @@ def offload_given(
     on_disk = disk if offload.parameters == "disk" else None
     shelf = None
     if offload.parameters != "none":
-        values = {p: local_of(p).clone() for p in sharded.parameters.values()}
+        values = {p: local_of(p).clone() for p in sharded.model.parameters()}  # frozen ones are stubbed too
         shelf = Shelf(sharded.units, device, on_disk)
         for parameter, value in values.items():
             shelf.view(parameter).copy_(value)
@@ -125,11 +132,13 @@ def state_bytes(train: Train) -> float:
     return STORED[state_kind(train)] * len(rule_of(train.optimizer, train.betas).states)
 
 
-def held_by_place(run: Run, parameters: int, shard: int) -> dict[str, dict[str, float]]:
+def held_by_place(run: Run, parameters: int, shard: int, frozen_bytes: int = 0) -> dict[str, dict[str, float]]:
     """By place (device, cpu, disk) and kind, the bytes that a rank holds while gradients are accumulated.
 
-    What `offload.ratio: auto` will divide once the model is on a GPU has a place of its own: "auto".
+    `parameters` are the trained ones, `frozen_bytes` what the others take. What `offload.ratio: auto` will divide once
+    the model is on a GPU has a place of its own: "auto".
     """
+    frozen = frozen_bytes / (shard if run.parallel.zero == 3 else 1)
     divided = parameters / (shard if run.parallel.zero else 1)
     split, offload = splits_masters(run.offload, run.precision), run.offload
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
@@ -140,12 +149,13 @@ def held_by_place(run: Run, parameters: int, shard: int) -> dict[str, dict[str, 
         states, open_yet = "device", False  # see fitting_ratio
     share = 1.0 if open_yet or states == "device" else float(offload.ratio)
     local = shard if run.ranks == "auto" else int(run.ranks)
-    besides = held_besides(run.parallel, shard, local, parameters, run.precision)
+    besides = held_besides(run.parallel, shard, local, parameters, frozen_bytes, run.precision)
     moments = state_bytes(run.train) * divided + (2 * divided if split else 0.0)
     name = f"{run.train.optimizer}'s states" + (" and half of the fp32 weights" if split else "")
     entries = [
         ("device", "working weights", predicted["parameters"]),
         (weights, "bf16 weights" if split else "fp32 weights", (2 if split else 4) * divided),
+        (weights, "frozen weights", frozen),
         (weights, "gradients", 0.0 if run.train.in_backward else predicted["gradients"]),
         ("auto" if open_yet else states, name, share * moments),
         ("device", name, (1 - share) * moments),
@@ -159,14 +169,14 @@ def held_by_place(run: Run, parameters: int, shard: int) -> dict[str, dict[str, 
     return found
 
 
-def disk_bytes(run: Run, parameters: int) -> int:
+def disk_bytes(run: Run, parameters: int, frozen_bytes: int = 0) -> int:
     """What the working files of all ranks take together."""
-    each = 0.0
+    each, frozen = 0.0, frozen_bytes if run.offload.parameters == "disk" else 0
     if run.offload.optimizer == "disk":
         each += state_bytes(run.train) + 2 * splits_masters(run.offload, run.precision)
     if run.offload.parameters == "disk":
         each += (2 if splits_masters(run.offload, run.precision) else 4) + 4  # the gradients are with them
-    return int(each * parameters)
+    return int(each * parameters + frozen)
 
 
 def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: Kind) -> float:

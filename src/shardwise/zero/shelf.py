@@ -160,7 +160,7 @@ class Shelf:
         data = unit.blob[shard.offset : shard.offset + shard.size].view(shard.parameter.dtype).view(shard.padded)
         if unit.served == len(unit.shards):
             self._drop(unit)
-        return data.to(dtype)
+        return data.to(dtype) if data.is_floating_point() else data
 
     def _arrive(self, unit: Unit) -> None:
         """Waits for a unit, and starts to fetch those that come after it."""

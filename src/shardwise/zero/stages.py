@@ -44,6 +44,7 @@ class ShardedModel:
         self.model, self.stage, self.mesh = model, stage, mesh
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.kept: frozenset[str] | None = None  # tensors that a checkpoint must hold; None = all
         self.last = True  # whether the optimizer steps after the micro-batch under way
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
@@ -135,9 +136,20 @@ def shard_model(
     policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
+    plain = unmanaged(model, stage, precision)
     options: dict[str, Any] = {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
-    for unit in choose_units(model, blocks, bucket, mesh.size(1)):
-        fully_shard(list(unit.modules) if len(unit.modules) > 1 else unit.modules[0], **options)
+    for unit in choose_units(model, blocks, bucket, mesh.size(1), plain):
+        modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+        fully_shard(modules, ignored_params=plain, **options)
+
+
+def unmanaged(model: nn.Module, stage: int, precision: str) -> set[nn.Parameter]:
+    """Frozen parameters that every rank has whole at this stage and in the type they are used in: nothing to gather."""
+    compute = COMPUTE[precision]
+    return {
+        p for p in model.parameters()
+        if stage < 3 and not p.requires_grad and (p.dtype == compute or not p.is_floating_point())
+    }  # fmt: skip
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:

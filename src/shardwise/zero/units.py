@@ -2,7 +2,7 @@
 
 A unit's parameters travel in one collective, so its buffer is as large as they are. What is counted is the larger of
 the two buffers, that of the gradients: four bytes per element, with each parameter's rows filled up to a multiple of
-the ranks that divide it. A gather in half precision takes half of that.
+the ranks that divide it. A gather in half precision takes half of that. Packed weights have no gradients: one byte.
 
 A block over the bucket gives up its largest children, one after the other, until the rest fits; a child over the bucket
 is treated likewise. A module that holds more than a bucket by itself cannot be divided and is a unit of its own.
@@ -11,7 +11,7 @@ Neighbouring blocks that fit into one bucket together are one unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,10 +32,14 @@ class Unit:
 
 
 def choose_units(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], bucket: int | None = None, shard: int = 1
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    bucket: int | None = None,
+    shard: int = 1,
+    unmanaged: Collection[nn.Parameter] = (),
 ) -> list[Unit]:
     """The units in the order in which they must be sharded, the model itself last; see the module's text."""
-    parts = _Parts(model, shard)
+    parts = _Parts(model, shard, unmanaged)
     if bucket is None:
         return [*(parts.take([block]) for block in blocks), parts.take([("", model)])]
     units: list[Unit] = []
@@ -84,9 +88,9 @@ def explain_divided(bucket: int | None) -> Iterator[None]:
 class _Parts:
     """Sizes of what no unit has taken yet."""
 
-    def __init__(self, model: nn.Module, shard: int) -> None:
+    def __init__(self, model: nn.Module, shard: int, unmanaged: Collection[nn.Parameter]) -> None:
         self._shard = shard
-        self._taken: set[int] = set()
+        self._taken = {id(p) for p in unmanaged}
         owners: dict[int, int] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
@@ -103,9 +107,9 @@ class _Parts:
         return bool(free) and not any(id(p) in self._shared for p in free)
 
     def bytes_of(self, modules: list[nn.Module]) -> int:
-        """Bytes of the reduce buffer of what is left of these modules."""
+        """Bytes of the largest buffer of what is left of these modules; what is frozen is gathered only."""
         free = {id(p): p for module in modules for p in self.free(module)}
-        return REDUCE_BYTES * sum(self._padded(p) for p in free.values())
+        return sum((REDUCE_BYTES if p.requires_grad else p.element_size()) * self._padded(p) for p in free.values())
 
     def take(self, named: list[tuple[str, nn.Module]]) -> Unit:
         """Makes a unit of what is left of some modules."""

@@ -1,0 +1,76 @@
+"""Settings that follow a figure of the evaluations: which one, and whether less or more of it is better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from shardwise.config.section import Clash, Section
+from shardwise.config.units import Number, Whole
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.config.schema import Run
+
+LESS, MORE = ("loss", "perplexity", "error"), ("accuracy", "margin", "reward", "f1", "match", "win")
+
+
+class Metric(Section):
+    """A figure of each evaluation."""
+
+    metric: str = Field(
+        default="eval_loss",
+        min_length=1,
+        description="eval_loss, or another figure of the evaluation's record, e.g. accuracy or losses.NAME of a source",
+    )
+    mode: Literal["auto", "min", "max"] = Field(
+        default="auto", description="whether less (min) or more (max) of it is better; auto = by its name"
+    )
+
+    @model_validator(mode="after")
+    def _has_a_direction(self) -> Metric:
+        if self.mode == "auto" and _direction(self.metric) is None:
+            problem = f"its name does not say whether less or more {self.metric} is better"
+            raise Clash("mode", problem, "add mode: min or mode: max")
+        return self
+
+    @property
+    def more_is_better(self) -> bool:
+        """Whether the best value is the largest."""
+        return (_direction(self.metric) if self.mode == "auto" else self.mode) == "max"
+
+
+class StopEarly(Metric):
+    """Ends the run when evaluations no longer improve."""
+
+    patience: Whole = Field(default=3, ge=1, description="evaluations in a row without improvement that end the run")
+    min_delta: Number = Field(default=0.0, ge=0, description="least change that counts as an improvement, e.g. 0.001")
+
+
+def _direction(name: str) -> str | None:
+    if name.startswith("losses.") or any(word in name for word in LESS):
+        return "min"
+    return "max" if any(word in name for word in MORE) else None
+
+
+def _named(value: Any) -> Any:
+    return {"metric": value} if isinstance(value, str) else value
+
+
+Best = Annotated[Metric, BeforeValidator(_named, json_schema_input_type=str | Metric)]
+
+
+def check_metrics(run: Run) -> None:
+    """What follows evaluations needs some."""
+    stop, evaluates = run.train.stop_early, bool(run.data.eval_sources or run.data.eval_share)
+    remedy = "set data.eval (2%, or files of its own), or leave it out"
+    if stop is not None and not evaluates:
+        raise UserError("train.stop_early", stop.metric, "nothing is evaluated", remedy)
+    if stop is not None and run.train.eval_every is None:
+        problem = "the run evaluates at its end only"
+        raise UserError("train.stop_early", stop.metric, problem, "set train.eval_every, e.g. 50")
+    if run.checkpoint.best != Metric() and not evaluates:
+        raise UserError("checkpoint.best", run.checkpoint.best.metric, "nothing is evaluated", remedy)
+    if run.export.checkpoint == "best" and not evaluates:
+        raise UserError("export.checkpoint", "best", "nothing is evaluated, so none is the best", remedy)

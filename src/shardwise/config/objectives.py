@@ -1,0 +1,126 @@
+"""Settings of `objective`: what a model is trained to do, and so which class of model and which rows it takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from shardwise.config.section import Clash, Section
+from shardwise.config.units import Count, Number, Positive, Share
+
+Purpose = Literal["causal", "seq2seq", "masked", "classify", "preference", "kto"]
+Task = Literal["causal", "seq2seq", "masked", "classify"]
+
+
+class Causal(Section):
+    """Predict the next token."""
+
+    type: Literal["causal"] = Field(default="causal", description="predict the next token")
+
+
+class Seq2seq(Section):
+    """An encoder reads a source, a decoder writes the target (T5, BART)."""
+
+    type: Literal["seq2seq"] = Field(default="seq2seq", description="write a target from a source")
+
+
+class Masked(Section):
+    """Fill in masked tokens (BERT)."""
+
+    type: Literal["masked"] = Field(default="masked", description="fill in masked tokens")
+    share: Share = Field(default=0.15, gt=0, lt=1, description="of the tokens that are to be filled in")
+    whole_words: bool = Field(default=True, description="mask all pieces of a word together")
+
+
+class Classify(Section):
+    """Tell the class of a text."""
+
+    type: Literal["classify"] = Field(default="classify", description="tell the class of a text")
+    labels: tuple[str, ...] | None = Field(default=None, description="the classes in order; default: as found, sorted")
+
+
+class Dpo(Section):
+    """Prefer the chosen answer to the rejected one, against a reference (the model before training)."""
+
+    type: Literal["dpo"] = Field(default="dpo", description="prefer chosen to rejected answers")
+    beta: Positive = Field(default=0.1, description="how closely the reference is kept to")
+    label_smoothing: Share = Field(default=0.0, ge=0, lt=0.5, description="share of labels taken to be wrong")
+    sft: Number = Field(default=0.0, ge=0, description="weight of the plain loss on chosen answers, added")
+
+
+class Orpo(Section):
+    """The plain loss on chosen answers and the odds against rejected ones; no reference."""
+
+    type: Literal["orpo"] = Field(default="orpo", description="learn chosen answers, against rejected ones")
+    beta: Positive = Field(default=0.1, description="weight of the odds ratio")
+
+
+class Kto(Section):
+    """Answers that are wanted or not, one by one, against a reference."""
+
+    type: Literal["kto"] = Field(default="kto", description="learn from answers that are wanted or not")
+    beta: Positive = Field(default=0.1, description="how closely the reference is kept to")
+    desirable: Positive = Field(default=1.0, description="weight of wanted answers")
+    undesirable: Positive = Field(default=1.0, description="weight of unwanted ones")
+
+
+class Distill(Section):
+    """Match a teacher's predictions."""
+
+    type: Literal["distill"] = Field(default="distill", description="match a teacher's predictions")
+    teacher: str = Field(min_length=1, description="hub id or folder of a model with the same tokenizer")
+    temperature: Positive = Field(default=1.0, description="softens both predictions")
+    weight: Share = Field(default=0.5, gt=0, le=1, description="share of the teacher's loss; the rest is the plain one")
+    top_k: Count | None = Field(default=None, description="match the teacher's k likeliest tokens; default: all")
+    cache: bool = Field(default=False, description="ask the teacher once and store its top_k; needs top_k")
+
+    @model_validator(mode="after")
+    def _has_what_to_store(self) -> Distill:
+        if self.cache and self.top_k is None:
+            problem = "stores the teacher's likeliest tokens, but top_k does not say how many"
+            raise Clash("cache", problem, "set top_k, for example 64, or leave cache out")
+        return self
+
+
+OBJECTIVES = {
+    "causal": Causal, "seq2seq": Seq2seq, "masked": Masked, "classify": Classify, "dpo": Dpo, "orpo": Orpo, "kto": Kto,
+    "distill": Distill,
+}  # fmt: skip
+Named = Literal["auto", "causal", "seq2seq", "masked", "classify", "dpo", "orpo", "kto", "distill"]
+
+
+def _objective(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) and value != "auto" else value
+
+
+def _kind(value: Any) -> str | None:
+    if value == "auto":
+        return "auto"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if kind in OBJECTIVES else None
+
+
+AnyObjective = Annotated[
+    Annotated[Literal["auto"], Tag("auto")]
+    | Annotated[Causal, Tag("causal")]
+    | Annotated[Seq2seq, Tag("seq2seq")]
+    | Annotated[Masked, Tag("masked")]
+    | Annotated[Classify, Tag("classify")]
+    | Annotated[Dpo, Tag("dpo")]
+    | Annotated[Orpo, Tag("orpo")]
+    | Annotated[Kto, Tag("kto")]
+    | Annotated[Distill, Tag("distill")],
+    Discriminator(
+        _kind,
+        custom_error_type="objective",
+        custom_error_message=f"expected auto, {', '.join(OBJECTIVES)}, or a mapping with such a type",
+    ),
+]
+Objective = Annotated[AnyObjective, BeforeValidator(_objective, json_schema_input_type=Named | AnyObjective)]
+# What the rows become, and what class of model reads them where it is not a causal one.
+PURPOSES: dict[str, Purpose] = {
+    "causal": "causal", "distill": "causal", "seq2seq": "seq2seq", "masked": "masked", "classify": "classify",
+    "dpo": "preference", "orpo": "preference", "kto": "kto",
+}  # fmt: skip
+TASKS: dict[str, Task] = {"seq2seq": "seq2seq", "masked": "masked", "classify": "classify"}

@@ -1,0 +1,51 @@
+"""Answers that are judged: pairs of a chosen and a rejected one, and single ones that are wanted or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardwise.config.objectives import Purpose
+from shardwise.data.examples import Document
+from shardwise.errors import UserError
+
+JUDGED = {"preference": "objective: dpo (or orpo)", "kto": "objective: kto"}  # purposes, and who has them
+
+
+def check_format(found: str, purpose: Purpose, field: str, path: str) -> None:
+    """Rows that say what to prefer are for objectives that prefer, and the other way round."""
+    if purpose in JUDGED and found != purpose:
+        columns = "prompt, chosen and rejected" if purpose == "preference" else "prompt, completion and label"
+        problem = f"the rows are {found} data, but the objective needs rows with {columns}"
+        remedy = f"use {JUDGED.get(found, 'objective: causal')}, or other data"
+        raise UserError(field, path, problem, remedy)
+    if purpose not in JUDGED and found in JUDGED:
+        problem = f"the rows are {found} data, which say what to prefer, not what to write"
+        good = "format: chat with fields: {messages: chosen}"
+        remedy = f"use {JUDGED[found]} to learn what to prefer, or take the good answers alone, for example {good}"
+        raise UserError(field, path, problem, remedy)
+
+
+def truncated(pair: Document, limit: int) -> Document | None:
+    """A pair whose conversations are cut at their ends, the longer one first, until both fit together.
+
+    None where an answer would be gone: then there is nothing to compare.
+    """
+    assert pair.head is not None
+    a, b = pair.head, len(pair.tokens) - pair.head
+    kept = min(a, max(limit // 2, limit - b)), min(b, max(limit // 2, limit - a))
+    place = np.r_[: kept[0], pair.head : pair.head + kept[1]]
+    learned = pair.learned[place]
+    if not learned[: kept[0]].any() or not learned[kept[0] :].any():
+        return None
+    return replace(pair, tokens=pair.tokens[place], learned=learned, head=kept[0])
+
+
+def describe_head(document: Document, purpose: Purpose) -> str:
+    """What a document's head says, for people."""
+    if document.head is None:
+        return ""
+    if purpose == "kto":
+        return "wanted" if document.head else "not wanted"
+    return f"chosen: the first {document.head:,} tokens, rejected: the other {len(document.tokens) - document.head:,}"

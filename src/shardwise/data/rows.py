@@ -1,0 +1,176 @@
+"""Layouts of documents that are read one a row: source and target, text with masks, text with its class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.data.layout import IGNORE, Layout, Reader
+from shardwise.data.masking import Masker
+from shardwise.data.store import LEARNED
+
+_MASKS = 4  # what this stream of random numbers is for, beside those of mixing.py
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Inputs of one forward, a row each: ids padded to the longest, and what is to be told of them.
+
+    `labels` are a target's tokens, the tokens under masks, or a class per row; `sources` tells of which of
+    `source_count` sources each row is, None where there is but one; `units` counts labels by source, where only the
+    batch knows.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    labels: torch.Tensor
+    sources: torch.Tensor | None = None
+    source_count: int = 1
+    token_type_ids: torch.Tensor | None = None
+    units: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> RowBatch:
+        """The same on a device."""
+        moved: dict[str, Any] = {
+            f.name: part.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(part := getattr(self, f.name), torch.Tensor)
+        }
+        return replace(self, **moved)
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model's forward takes besides labels."""
+        types = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask} | types
+
+    def sources_like(self, labels: torch.Tensor) -> torch.Tensor | None:
+        """The source of each label."""
+        if self.sources is None or labels.ndim == 1:
+            return self.sources
+        return self.sources[:, None].expand_as(labels)
+
+
+def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
+    """Rows filled up to the longest."""
+    whole = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
+    for line, row in zip(whole, rows, strict=True):
+        line[: len(row)] = row
+    return torch.from_numpy(whole)
+
+
+class _RowLayout:
+    """What layouts of rows share: one document a row."""
+
+    def __init__(self, pad_id: int) -> None:
+        self.pad_id = pad_id
+
+    def units(self, documents: np.ndarray) -> np.ndarray:
+        """Learned tokens."""
+        learned: np.ndarray = documents["supervised"]
+        return learned
+
+    def _read(self, reader: Reader, sequences: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokens of each row and which of them are learned."""
+        found = []
+        for (place,) in sequences:
+            marked = reader.marked(int(place["source"]), int(place["chunk"]), int(place["index"]))
+            found.append(((marked & ~LEARNED).astype(np.int64), marked >= LEARNED))
+        return found
+
+    def _batch(
+        self, reader: Reader, sequences: Sequence[np.ndarray], ids: Sequence[np.ndarray], labels: torch.Tensor
+    ) -> RowBatch:
+        sources = None
+        if reader.source_count > 1:
+            sources = torch.tensor([int(s["source"][0]) for s in sequences])
+        real = padded([np.ones(len(row), dtype=np.int64) for row in ids], 0)
+        return RowBatch(padded(ids, self.pad_id), real, labels, sources, reader.source_count)
+
+
+def row_layout(objective: Any, tokenizer: Any, pad_id: int, seed: int, vocabulary: int) -> Layout:
+    """The layout of an objective whose rows are read one at a time."""
+    match objective.type:
+        case "seq2seq":
+            return Seq2seqLayout(pad_id)
+        case "masked":
+            return MaskedLayout(pad_id, Masker.of(tokenizer, objective.share, objective.whole_words, vocabulary), seed)
+    assert objective.type == "classify"
+    return ClassifyLayout(pad_id, type_separator(tokenizer))
+
+
+class Seq2seqLayout(_RowLayout):
+    """A source a row, and its target as labels; the objective shifts them as the model does."""
+
+    counted = True
+
+    def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> RowBatch:
+        """Sources and targets, each padded to the longest."""
+        rows = self._read(reader, sequences)
+        labels = padded([tokens[learned] for tokens, learned in rows], IGNORE)
+        return self._batch(reader, sequences, [tokens[~learned] for tokens, learned in rows], labels)
+
+
+class MaskedLayout(_RowLayout):
+    """A text a row, some of its tokens masked: others in each epoch, the same ones on any number of ranks."""
+
+    counted = False
+
+    def __init__(self, pad_id: int, masker: Masker, seed: int) -> None:
+        super().__init__(pad_id)
+        self._masker, self._seed = masker, seed
+
+    def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> RowBatch:
+        """Masked texts; labels are the tokens under the masks."""
+        seen, labels = [], []
+        units = np.zeros(reader.source_count, dtype=np.int64)
+        for (place,), (tokens, may) in zip(sequences, self._read(reader, sequences), strict=True):
+            where = [int(place[name]) for name in ("source", "chunk", "index")]
+            rng = np.random.default_rng([self._seed, _MASKS, epoch, *where])
+            row, chosen = self._masker(tokens, may, rng)
+            seen.append(row)
+            labels.append(np.where(chosen, tokens, IGNORE))
+            units[where[0]] += int(chosen.sum())
+        batch = self._batch(reader, sequences, seen, padded(labels, IGNORE))
+        return replace(batch, units=torch.from_numpy(units))
+
+
+class ClassifyLayout(_RowLayout):
+    """A text a row and its class. `separator`: the token behind which the second of two texts begins, if models of
+    this tokenizer are told so (BERT's token types)."""
+
+    counted = True
+
+    def __init__(self, pad_id: int, separator: int | None) -> None:
+        super().__init__(pad_id)
+        self._separator = separator
+
+    def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> RowBatch:
+        """Texts, and the class of each."""
+        rows = [tokens for tokens, _ in self._read(reader, sequences)]
+        texts = [row[:-1] for row in rows]
+        batch = self._batch(reader, sequences, texts, torch.tensor([int(row[-1]) for row in rows]))
+        if self._separator is None:
+            return batch
+        return replace(batch, token_type_ids=padded([second_text(t, self._separator) for t in texts], 0))
+
+
+def second_text(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """1 for tokens of a second text, 0 for the others."""
+    ends = tokens == separator
+    before: np.ndarray = np.cumsum(ends) - ends
+    return (before > 0).astype(np.int64)
+
+
+def type_separator(tokenizer: Any) -> int | None:
+    """The token behind which a tokenizer's token types go from 0 to 1 in a pair of texts; None if they do not."""
+    pair = tokenizer("a", "a")
+    types, separator = pair.get("token_type_ids"), tokenizer.sep_token_id
+    if types is None or separator is None or "token_type_ids" not in tokenizer.model_input_names:
+        return None
+    same = second_text(np.array(pair["input_ids"]), separator).tolist() == list(types)
+    return int(separator) if same and any(types) else None

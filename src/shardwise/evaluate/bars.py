@@ -1,0 +1,47 @@
+"""How far a measurement is: a bar on a terminal, in a log a line now and then; on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardwise.observe.progress import _mode
+
+INTERVAL = 10.0  # seconds between lines in a log
+
+Bar = Callable[[int], Callable[[int], None]]
+
+
+@contextmanager
+def bars(text: str) -> Iterator[Bar]:
+    """`bar(total)` begins it and gives what moves it on; `SHARDWISE_PROGRESS` = plain, live or off decides how."""
+    console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
+    mode = _mode(console)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=mode != "live") as progress:
+
+        def bar(total: int) -> Callable[[int], None]:
+            if mode == "plain":
+                return _lines(text, total)
+            number = progress.add_task(text, total=total)
+            return lambda count: progress.advance(number, count)
+
+        yield bar
+
+
+def _lines(text: str, total: int) -> Callable[[int], None]:
+    done, told = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, told
+        done += count
+        if time.monotonic() - told >= INTERVAL:
+            told = time.monotonic()
+            print(f"{text}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return advance

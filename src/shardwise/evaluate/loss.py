@@ -1,0 +1,158 @@
+"""Loss per source of a loaded model, by the loader and the objective of training.
+
+The data are read with the settings of the run that made the model, so that what was held out then is what is measured
+now, packed in the same order into the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.adapters.apply import Adapted
+from shardwise.config.resolve import purpose_of, resolve_machine, resolve_objective
+from shardwise.config.schema import Data, Offload, Parallel, Refine, Run
+from shardwise.data.loader import Loader, make_loader
+from shardwise.data.mixing import SourceStream, source_names
+from shardwise.data.prepare import prepare_data
+from shardwise.errors import UserError
+from shardwise.evaluate.bars import Bar
+from shardwise.evaluate.figures import Figure, Measured, ratio
+from shardwise.evaluate.settings import LossTask
+from shardwise.models.source import ModelSource
+from shardwise.models.tasks import task_of
+from shardwise.objectives.make import make_objective
+from shardwise.serve.generate import context_length
+from shardwise.train.heldout import evaluation_of, summed_losses
+from shardwise.train.job import Job
+from shardwise.train.setup import check_documents
+
+UNTRAINED = Adapted(0, 0, 0, 0, None, (), None)
+ALONE = ("causal", "seq2seq", "masked", "classify")  # objectives that need no model besides the one that is measured
+
+
+@dataclass
+class Whole:
+    """A model that is not sharded, where training's parts expect one that is."""
+
+    model: Any
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """As ShardedModel's."""
+        self.model.eval()
+        with torch.no_grad():
+            yield
+
+
+@dataclass(frozen=True)
+class Alone:
+    """This process as a world of one."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+
+def measure_loss(
+    task: LossTask,
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    run: Run | None,
+    bar: Bar,
+) -> Measured:
+    """Loss and perplexity on the task's data, or on what the run held out."""
+    run = _settings(task, name, model, run)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    data, held_out = _data(task, run)
+    prepared = _prepared(data, tokenizer, run, vocabulary)
+    source = ModelSource(name, model.config, None, name, task=task_of(model.config))
+    job = Job(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
+    stores = [one.held_out if held_out else one.store for one in prepared.train]
+    names = source_names(data.train)
+    loader = make_loader(
+        [SourceStream(n, s) for n, s in zip(names, stores, strict=True)], data, run.train.seed, job.layout, 1.0
+    )
+    return _measure(task.label, job, model, loader, vocabulary, bar)
+
+
+def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, bar: Bar) -> Measured:
+    whole: Any = Whole(model)
+    world: Any = Alone(model.device)
+    notes: list[str] = []
+    objective = make_objective(job, world, whole, check_documents(whole, vocabulary, job, world, notes.append))
+    micro, parts = int(job.run.train.micro_batch_size), []
+    advance = bar(-(-loader.epoch_sequences() // micro))
+
+    def each(part: torch.Tensor) -> None:
+        parts.append(part)
+        advance(1)
+
+    with whole.evaluation():
+        sums = summed_losses(model, objective, loader, micro, model.device, each=each)
+    found = evaluation_of(sums, objective.figures, loader.names)
+    columns = np.stack([part.numpy() for part in parts])  # batch, (sum, units), figure
+    figures = [replace(_ratio("loss", columns[:, :, 0], more=False), value=found.loss)]
+    figures += [Figure("perplexity", found.record["perplexity"], count=len(parts), more_is_better=False)]
+    figures += [_ratio(one, columns[:, :, 1 + i]) for i, one in enumerate(objective.figures)]
+    first = 1 + len(objective.figures)
+    groups = {} if len(loader.names) < 2 else {
+        one: _ratio("loss", columns[:, :, first + i], more=False) for i, one in enumerate(loader.names)
+    }  # fmt: skip
+    return Measured(label, "loss", figures, groups, notes)
+
+
+def _ratio(name: str, pairs: np.ndarray, more: bool = True) -> Figure:
+    return ratio(name, pairs[:, 0], pairs[:, 1], more)
+
+
+def _settings(task: LossTask, name: str, model: Any, run: Run | None) -> Run:
+    """The run's own settings, or those of a run that would have this model and these data."""
+    if run is None:
+        if task.data is None:
+            problem = "no run made this model, so nothing says what to measure it on"
+            raise UserError("MODEL", name, problem, "add --data FILE, or --tasks, --choice, --generate, …")
+        length = min(2048, context_length(model) or 2048)
+        run = Run.model_validate({
+            "model": name, "data": {"train": task.data, "sequence_length": length}, "device": model.device.type,
+            "ranks": 1,
+        })  # fmt: skip
+    else:
+        # What spread it over its machine has no meaning here, and need not be possible here.
+        own = {"ranks": 1, "device": model.device.type, "backend": "auto", "precision": "auto"}
+        run = run.model_copy(update=own | {"parallel": Parallel(), "offload": Offload()})
+    result = resolve_machine(run)
+    resolve_objective(result, task_of(model.config))
+    settings: Any = result.run.objective
+    if settings.type not in ALONE:
+        problem = f"the loss of {settings.type} needs more than the model itself, and is measured while training alone"
+        raise UserError("objective", settings.type, problem, "give texts with --data, or other tasks")
+    return result.run
+
+
+def _data(task: LossTask, run: Run) -> tuple[Data, bool]:
+    """What to read, under `train`; and whether only what was held out of it is measured."""
+    data = run.data
+    if task.sequence_length is not None:
+        data = data.model_copy(update={"sequence_length": task.sequence_length})
+    if sources := task.data or data.eval_sources:
+        return data.model_copy(update={"train": sources, "eval": 0.0, "refine": Refine()}), False
+    if not data.eval_share:
+        problem = "the run that made this model held nothing out (data.eval)"
+        raise UserError("--data", None, problem, "give the files to measure on: --data FILE")
+    return data, True
+
+
+def _prepared(data: Data, tokenizer: Any, run: Run, vocabulary: int) -> Any:
+    try:
+        return prepare_data(data, tokenizer, run.train.seed, vocabulary=vocabulary, purpose=purpose_of(run))
+    except UserError as error:
+        field = error.field.replace("data.train", "data")
+        raise UserError(field, error.value, error.problem, error.remedy) from None

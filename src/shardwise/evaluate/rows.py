@@ -1,0 +1,58 @@
+"""Rows of a user's file for evaluation: any file that training reads, with columns found by their usual names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.config.schema import Source
+from shardwise.data.examples import BadRow
+from shardwise.data.files import chunk_tasks, read_chunk
+from shardwise.data.readers import look_up
+from shardwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row and where it stands."""
+
+    where: str
+    value: dict[str, Any]
+    field: str  # the setting that named the file
+
+    def get(self, fields: dict[str, str], name: str, usual: Sequence[str] = ()) -> Any:
+        """What the row has under our name: in the column that `fields` names, or in the first usual one it has."""
+        columns = [fields[name]] if name in fields else [name, *usual]
+        found = (look_up(self.value, column) for column in columns)
+        return next((value for value in found if value is not None and value != ""), None)
+
+    def need(self, fields: dict[str, str], name: str, usual: Sequence[str] = ()) -> Any:
+        """As `get`, but it must be there."""
+        value = self.get(fields, name, usual)
+        if value is None:
+            keys = ", ".join(map(str, list(self.value)[:8]))
+            remedy = f"say which column it is, e.g. fields: {{{name}: COLUMN}}, or mend the row"
+            raise self.wrong(f"the row has no {name} (its columns: {keys})", remedy)
+        return value
+
+    def wrong(self, problem: str, remedy: str) -> UserError:
+        """A mistake in this row."""
+        return UserError(self.field, self.where, problem, remedy)
+
+
+def read_rows(path: str, field: str, limit: int | None = None) -> list[Row]:
+    """The rows of a file or folder, at most `limit`; one that cannot be read is an error that names its line."""
+    rows: list[Row] = []
+    for task in chunk_tasks(Source(path=path), field):
+        for raw in read_chunk(task):
+            if isinstance(raw, BadRow):
+                raise UserError(field, raw.where, raw.problem, raw.remedy)
+            if not isinstance(raw.value, dict):
+                raise UserError(field, raw.where, "is text without columns", "give JSON lines, CSV or Parquet")
+            rows.append(Row(raw.where, raw.value, field))
+            if limit is not None and len(rows) >= limit:
+                return rows
+    if not rows:
+        raise UserError(field, path, "holds no rows", "check the file")
+    return rows

@@ -1,0 +1,107 @@
+"""Rules that say whether a generated answer is right."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import regex
+
+from shardwise.errors import UserError
+from shardwise.evaluate.settings import GenerateTask
+
+PATIENCE = 1.0  # seconds that a user's pattern may take on one answer
+NUMBER = regex.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+CLOSING = ".,;:!?'\"`)*"
+
+
+def normal(text: str) -> str:
+    """A text without what does not matter: case, runs of blanks, quotes and punctuation around it."""
+    flat = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return flat.strip(CLOSING + "(").strip()
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, thousands separated by commas or not."""
+    found = [m.group() for m in NUMBER.finditer(text) if any(c.isdigit() for c in m.group())]
+    return float(found[-1].replace(",", "")) if found else None
+
+
+class Scorer:
+    """The rule of a task, its patterns compiled once."""
+
+    def __init__(self, task: GenerateTask) -> None:
+        self._task = task
+        self._pattern = _compiled("pattern", task.pattern)
+        self._extract = _compiled("extract", task.extract)
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a row must say what is right."""
+        return self._task.scorer != "json" and self._pattern is None
+
+    def __call__(self, output: str, wanted: Sequence[str]) -> bool:
+        """Whether the output is right; any of the wanted answers will do."""
+        text = self._part(output)
+        if text is None:
+            return False
+        match self._task.scorer:
+            case "exact":
+                return normal(text) in {normal(w) for w in wanted}
+            case "contains":
+                return any(normal(w) in normal(text) for w in wanted)
+            case "numeric":
+                said = last_number(text)
+                return said is not None and any(_same(said, last_number(w)) for w in wanted)
+            case "json":
+                return _is_json(text, self._task.keys)
+            case "regex":
+                patterns = [self._pattern] if self._pattern is not None else [_compiled("answer", w) for w in wanted]
+                return any(_search(p, text) for p in patterns)
+
+    def _part(self, output: str) -> str | None:
+        if self._extract is None:
+            return output
+        found = None
+        for found in _timed(self._extract, output):  # noqa: B007
+            pass
+        return None if found is None else found.group(1 if self._extract.groups else 0)
+
+
+def _compiled(field: str, pattern: str | None) -> Any:
+    try:
+        return None if pattern is None else regex.compile(pattern)
+    except regex.error as error:
+        raise UserError(
+            field, pattern, f"is no valid pattern ({error})", "mend it; \\ before a sign takes it as it is"
+        ) from None
+
+
+def _timed(pattern: Any, text: str) -> list[Any]:
+    try:
+        return list(pattern.finditer(text, timeout=PATIENCE))
+    except TimeoutError:
+        raise UserError("pattern", pattern.pattern, "takes too long on an answer", "simplify it") from None
+
+
+def _search(pattern: Any, text: str) -> bool:
+    return bool(_timed(pattern, text))
+
+
+def _same(said: float, wanted: float | None) -> bool:
+    return wanted is not None and math.isclose(said, wanted, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _is_json(text: str, keys: Sequence[str]) -> bool:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return False
+    return not keys or (isinstance(value, dict) and set(keys) <= set(value))

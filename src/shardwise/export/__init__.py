@@ -1,0 +1,1 @@
+"""Hand-over of a trained model: GGUF files, checks against the trained one, model cards, the hub."""

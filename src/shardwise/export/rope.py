@@ -1,0 +1,73 @@
+"""Rotary embeddings in GGUF's terms: base, scaling and, for the scalings that have none of their own, factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardwise.errors import UserError
+
+FACTORS = {"llama3": ("llama", "mistral"), "longrope": ("phi3",)}  # scalings by tensor, and the models that have them
+
+
+def _parameters(config: Any, layers: str = "full_attention") -> dict[str, Any]:
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    return dict(rope[layers]) if layers in rope else rope
+
+
+def theta_of(config: Any, layers: str = "full_attention") -> float:
+    """The base of the frequencies."""
+    return float(_parameters(config, layers).get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+def scaling_of(config: Any) -> str:
+    """The kind of scaling, "default" for none."""
+    return str(_parameters(config).get("rope_type") or "default")
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """The scaling as settings of the file; raises UserError for one that it cannot say."""
+    rope, kind = _parameters(config), scaling_of(config)
+    if kind == "default" or (kind == "llama3" and config.model_type in FACTORS[kind]):
+        return {}
+    if kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if kind == "yarn" and not {"attention_factor", "mscale", "mscale_all_dim"} & {k for k, v in rope.items() if v}:
+        return {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": int(original or config.max_position_embeddings),
+            "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32),
+            "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        }
+    if kind == "longrope" and config.model_type in FACTORS[kind] and original:
+        scale = config.max_position_embeddings / original
+        # As phi-3 has it; llama.cpp multiplies the rotated vectors by it.
+        factor = rope.get("attention_factor") or (
+            1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+        )
+        return {
+            "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": int(original),
+            "rope.scaling.attn_factor": float(factor),
+        }
+    raise UserError("--gguf", f"rope_type: {kind}", f"a GGUF file of {config.model_type} cannot say this scaling",
+                    "export it as a Hugging Face folder instead")  # fmt: skip
+
+
+def rope_tensors(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Divisors of the frequencies, for scalings that are stored as such."""
+    rope, kind = _parameters(config), scaling_of(config)
+    if kind == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        steps = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
+        yield "rope_freqs.weight", (theta_of(config) ** -steps / scaled).float()
+    if kind == "longrope":
+        yield "rope_factors_long.weight", torch.tensor(rope["long_factor"], dtype=torch.float32)
+        yield "rope_factors_short.weight", torch.tensor(rope["short_factor"], dtype=torch.float32)

@@ -1,0 +1,93 @@
+"""Makes a model's config fit the run before the model is built: its classes, and its tokenizer's ids.
+
+A fresh config has the ids of some other vocabulary, and encoder–decoders begin every target with one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+from shardwise.config.resolve import Resolution
+from shardwise.data.labels import class_of, collect_labels
+from shardwise.errors import UserError
+from shardwise.models.source import ModelSource
+from shardwise.models.tasks import class_names
+
+
+def padding_id(tokenizer: Any) -> int:
+    """The id for padding; never learned, so any will do where the tokenizer has none."""
+    pad = tokenizer.pad_token_id
+    return int(pad if pad is not None else tokenizer.eos_token_id or 0)
+
+
+def labels_of(run: Any) -> tuple[str, ...]:
+    """The classes of a run that classifies, once they are known; else none."""
+    return tuple(getattr(run.objective, "labels", None) or ())
+
+
+def adapt_model(result: Resolution, source: ModelSource, tokenizer: Any) -> ModelSource:
+    """The source with a config that fits; the classes, where they are read from the data, become part of the run."""
+    if source.task == "causal":
+        return source
+    config = copy.deepcopy(source.config)
+    given = result.run.model.config
+    if given is not None:
+        _take_ids(config, tokenizer, given)
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = padding_id(tokenizer)
+    if source.task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = _first_id(source, config)
+    if source.task == "classify":
+        labels = _classes(result, source)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {name: number for number, name in enumerate(labels)}
+    return replace(source, config=config)
+
+
+def _take_ids(config: Any, tokenizer: Any, given: dict[str, Any]) -> None:
+    """The tokenizer's own special tokens, where the run does not give others."""
+    usual = type(config)()
+    roles = {getattr(usual, f"{kind}_token_id", None): kind for kind in ("pad", "bos", "eos")}
+    ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    ids["pad"] = padding_id(tokenizer)
+    for kind, number in ids.items():
+        if f"{kind}_token_id" not in given:
+            setattr(config, f"{kind}_token_id", number)
+    if config.is_encoder_decoder and "decoder_start_token_id" not in given:
+        # BART begins with its end, T5 with padding: the same role, as this tokenizer numbers it.
+        role = roles.get(getattr(usual, "decoder_start_token_id", None), "pad")
+        number = ids[role] if ids[role] is not None else ids["pad"]
+        config.decoder_start_token_id = number
+
+
+def _first_id(source: ModelSource, config: Any) -> int:
+    """With what a pretrained decoder begins: newer files say so beside the config."""
+    file = source.weights / "generation_config.json" if source.weights is not None else None
+    said = json.loads(file.read_text()).get("decoder_start_token_id") if file is not None and file.is_file() else None
+    return int(said if isinstance(said, int) else config.pad_token_id)
+
+
+def _classes(result: Resolution, source: ModelSource) -> tuple[str, ...]:
+    """The classes: as set, or those of the model's own head if the rows have no others, or those of the rows."""
+    labels = labels_of(result.run)
+    has_head = source.weights is not None and class_names("classify") & set(source.config.architectures or [])
+    own = tuple(str(source.config.id2label[i]) for i in sorted(source.config.id2label)) if has_head else ()
+    if not labels:
+        labels = collect_labels(result.run.data)
+        if own and all(class_of(name, own) is not None for name in labels):
+            labels = own
+            result.put("objective.labels", list(labels), "the model's own classes")
+        else:
+            result.put("objective.labels", list(labels), "the labels of the training rows")
+    if len(set(labels)) < max(2, len(labels)):
+        problem = "a class is named twice" if len(labels) > 1 else "one class cannot be told from others"
+        raise UserError("objective.labels", list(labels), problem, "name each class once, at least two")
+    generic = all(name.startswith("LABEL_") for name in own)
+    if own and (len(own) != len(labels) or (not generic and own != labels)):
+        problem = f"the model has a head for the classes {', '.join(own[:8])}"
+        remedy = "use rows with these labels, or a model without such a head"
+        raise UserError("objective.labels", list(labels), problem, remedy)
+    return labels

@@ -1,0 +1,49 @@
+"""Next-token prediction: pretraining, and fine-tuning on what a mask lets through."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from shardwise.data.loader import IGNORE, MicroBatch
+from shardwise.objectives.base import Loss, token_loss
+
+
+class CausalObjective:
+    """Next-token cross-entropy. `apart`: packed batches bring their documents; else the model sees positions alone."""
+
+    figures: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, apart: bool = False) -> None:
+        self._apart = apart
+        self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """What the model's forward takes."""
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+        if batch.attention_mask is not None:
+            inputs["attention_mask"] = batch.attention_mask
+        elif self._apart and batch.documents is not None:
+            inputs["attention_mask"] = batch.documents.mask()
+        return inputs
+
+    def logits(self, model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Logits, labels and sources of the positions that matter."""
+        inputs, labels, sources = self.inputs(batch), batch.labels, batch.sources
+        if self._keeps_some and labels.device.type == "cpu":
+            # The head is a fifth of a small model's work; columns that no row learns from need no logits. On a GPU the
+            # list of columns would be a host sync, so there all are computed.
+            columns = (labels != IGNORE).any(0).nonzero().flatten()
+            if 0 < len(columns) < labels.shape[1]:
+                inputs["logits_to_keep"], labels = columns, labels[:, columns]
+                sources = None if sources is None else sources[:, columns]
+        return model(**inputs).logits, labels, sources
+
+    def __call__(self, model: Any, batch: MicroBatch) -> Loss:
+        """Sum of -log p over the learned tokens of the micro-batch."""
+        logits, labels, sources = self.logits(model, batch)
+        return token_loss(logits, labels, sources, batch.source_count)

@@ -1,0 +1,30 @@
+"""Telling the class of a text."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.data.rows import RowBatch
+from shardwise.objectives.base import Loss, sum_by_source
+
+
+class ClassifyObjective:
+    """Cross-entropy over classes; `accuracy` is the share of texts whose likeliest class is the right one."""
+
+    figures: tuple[str, ...] = ("accuracy",)
+
+    def __init__(self, model: Any) -> None:
+        self._typed = "token_type_ids" in inspect.signature(model.forward).parameters
+
+    def __call__(self, model: Any, batch: RowBatch) -> Loss:
+        """Sum of -log p over the texts of the micro-batch."""
+        batch = batch if self._typed else replace(batch, token_type_ids=None)
+        logits = model(**batch.inputs).logits.float()
+        losses = F.cross_entropy(logits, batch.labels, reduction="none")
+        loss = sum_by_source(losses, torch.ones_like(losses), batch.sources, batch.source_count)
+        return replace(loss, figures={"accuracy": (logits.detach().argmax(-1) == batch.labels).sum()})

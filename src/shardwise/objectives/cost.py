@@ -1,0 +1,39 @@
+"""What an objective holds besides the model that is trained, for the plan of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shardwise.config.objectives import Distill
+from shardwise.models.frozen import frozen_bytes
+from shardwise.objectives.reference import needs_copy
+from shardwise.parallel.mesh import shard_size
+
+if TYPE_CHECKING:
+    from shardwise.train.job import Job
+
+
+def held_besides(job: Job) -> Iterator[tuple[str, str, float, str]]:
+    """A name, what it is, the bytes of it that each rank holds on its device, and what else is to be said."""
+    run = job.run
+    shard = shard_size(run.parallel.zero, run.parallel.shard, job.ranks)
+    settings = run.objective
+    if settings == "auto":
+        return
+    if settings.type in ("dpo", "kto"):
+        if needs_copy(run):
+            size = frozen_bytes(job.parameters, shard, run.precision)
+            yield "reference", f"a frozen copy of the model in {run.precision}", size, ""
+        else:
+            yield "reference", "the base, its adapters switched off", 0.0, ""
+    if isinstance(settings, Distill) and job.teacher is not None:
+        teacher = job.teacher
+        what = f"{teacher.source.label}, {teacher.parameters / 1e6:,.1f}M parameters"
+        size = frozen_bytes(teacher.parameters, shard, run.precision)
+        if teacher.answers is None:
+            yield "teacher", f"{what} in {run.precision}", size, ""
+        else:
+            each = f"{8 * teacher.answers.k + 4} bytes per learned token"
+            stored = f"asked once for {each} in {teacher.answers.root}, then let go"
+            yield "teacher", f"{what} in {run.precision}", size, stored

@@ -1,0 +1,53 @@
+"""From the settings to the object that the loop calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shardwise.objectives.base import Objective
+from shardwise.objectives.causal import CausalObjective
+from shardwise.objectives.classify import ClassifyObjective
+from shardwise.objectives.masked import MaskedObjective
+from shardwise.objectives.seq2seq import Seq2seqObjective
+
+if TYPE_CHECKING:
+    from shardwise.parallel.mesh import World
+    from shardwise.train.job import Job
+    from shardwise.zero.stages import ShardedModel
+
+
+def make_objective(
+    job: Job, world: World, sharded: ShardedModel, apart: bool, say: Callable[[str], None] = lambda _: None
+) -> Objective:
+    """The run's objective over its sharded model; `apart` as the model's check found."""
+    settings: Any = job.run.objective
+    match settings.type:
+        case "causal":
+            return CausalObjective(sharded.model, apart)
+        case "seq2seq":
+            return Seq2seqObjective()
+        case "masked":
+            return MaskedObjective()
+        case "classify":
+            return ClassifyObjective(sharded.model)
+        case "dpo" | "orpo" | "kto":
+            return _judged(job, world, sharded.model, apart)
+        case "distill":
+            from shardwise.objectives.distill import make_distill
+
+            return make_distill(job, world, sharded, apart, say)
+        case other:
+            raise NotImplementedError(other)
+
+
+def _judged(job: Job, world: World, model: Any, apart: bool) -> Objective:
+    from shardwise.objectives.kto import KtoObjective
+    from shardwise.objectives.preference import DpoObjective, OrpoObjective
+    from shardwise.objectives.reference import make_reference
+
+    settings: Any = job.run.objective
+    if settings.type == "orpo":
+        return OrpoObjective(model, apart, settings)
+    made = DpoObjective if settings.type == "dpo" else KtoObjective
+    return made(model, apart, settings, make_reference(job, world))

@@ -1,0 +1,22 @@
+"""Filling in masked tokens; which ones are masked was decided when the batch was laid out (data/masking.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwise.data.rows import RowBatch
+from shardwise.objectives.base import Loss, token_loss
+
+
+class MaskedObjective:
+    """Cross-entropy over the masked tokens; `accuracy` is the share of them that the likeliest token is right for."""
+
+    figures: tuple[str, ...] = ("accuracy",)
+
+    def __call__(self, model: Any, batch: RowBatch) -> Loss:
+        """Sum of -log p over the masked tokens."""
+        labels, logits = batch.labels, model(**batch.inputs).logits
+        loss = token_loss(logits, labels, batch.sources_like(labels), batch.source_count)
+        right = (logits.detach().argmax(-1) == labels).sum()  # what is not masked has a label that is no token
+        return replace(loss, figures={"accuracy": right})

@@ -1,0 +1,62 @@
+"""Learning from pairs of a chosen and a rejected answer: DPO (arXiv 2305.18290) and ORPO (arXiv 2403.07691).
+
+A unit is a pair. Terms that are losses of tokens (`sft`, ORPO's first) are means over the chosen answer, so that pairs
+count alike however long their answers are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.config.objectives import Dpo, Orpo
+from shardwise.data.judged_layout import JudgedBatch
+from shardwise.objectives.base import Loss
+from shardwise.objectives.judged import AnswerLogProbs, Reference, judged_loss
+
+CERTAIN = -1e-6  # mean log-probability from which an answer's odds are no longer told apart from infinite ones
+
+
+class DpoObjective:
+    """-log σ(β · how much more than the reference the model prefers the chosen answer)."""
+
+    figures: tuple[str, ...] = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+
+    def __init__(self, model: Any, apart: bool, settings: Dpo, reference: Reference) -> None:
+        self._log_probs, self._settings, self._reference = AnswerLogProbs(model, apart), settings, reference
+
+    def __call__(self, model: Any, batch: JudgedBatch) -> Loss:
+        """Summed over the pairs of the micro-batch."""
+        settings = self._settings
+        # First, so that the model's own forward is the last before its backward.
+        before = self._log_probs.before(self._reference, model, batch)
+        sums, counts = self._log_probs(model, batch)
+        chosen, rejected = (settings.beta * (sums - before)).view(-1, 2).unbind(1)
+        margin, smoothing = chosen - rejected, settings.label_smoothing
+        losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+        if settings.sft:
+            losses = losses - settings.sft * (sums / counts)[::2]
+        return judged_loss(
+            losses, batch, accuracy=margin > 0, margin=margin, reward_chosen=chosen, reward_rejected=rejected
+        )
+
+
+class OrpoObjective:
+    """The plain loss of the chosen answer, and -log σ of the log odds ratio against the rejected one."""
+
+    figures: tuple[str, ...] = ("accuracy", "margin", "loss_chosen")
+
+    def __init__(self, model: Any, apart: bool, settings: Orpo) -> None:
+        self._log_probs, self._beta = AnswerLogProbs(model, apart), settings.beta
+
+    def __call__(self, model: Any, batch: JudgedBatch) -> Loss:
+        """Summed over the pairs of the micro-batch."""
+        sums, counts = self._log_probs(model, batch)
+        means = sums / counts
+        odds = means - torch.log(-torch.expm1(means.clamp(max=CERTAIN)))
+        chosen, rejected = odds.view(-1, 2).unbind(1)
+        plain, margin = -means[::2], chosen - rejected
+        losses = plain - self._beta * F.logsigmoid(margin)
+        return judged_loss(losses, batch, accuracy=margin > 0, margin=margin, loss_chosen=plain)

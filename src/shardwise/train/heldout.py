@@ -1,0 +1,70 @@
+"""The loss over held-out sequences: one function for evaluations during training and for `shardwise eval`.
+
+Sums are exact (float64 on the host) and each sequence counts once, so the figure does not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.data.loader import Loader
+from shardwise.objectives.base import Objective
+from shardwise.train.meter import told_by_source
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss per unit, and what else the record tells: the objective's figures, and each source."""
+
+    loss: float
+    told: dict[str, Any]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Every figure by its name."""
+        return {"loss": self.loss, "perplexity": math.exp(min(self.loss, 50)), **self.told}
+
+
+def summed_losses(
+    model: Any,
+    objective: Objective,
+    loader: Loader,
+    micro: int,
+    device: torch.device,
+    rank: int = 0,
+    ranks: int = 1,
+    each: Callable[[torch.Tensor], None] = lambda _: None,
+) -> torch.Tensor:
+    """This rank's sums (row 0) and their units (row 1): of the loss, of each figure, of the loss by source.
+
+    `each` is given those of every micro-batch. Under `no_grad`, with the model in evaluation mode.
+    """
+    sequences = loader.epoch_sequences()
+    sums = torch.zeros(2, 1 + len(objective.figures) + loader.source_count, dtype=torch.float64)
+    for first in range(0, sequences, micro * ranks):
+        mine = range(first + rank * micro, min(first + (rank + 1) * micro, sequences))
+        # A rank without a sequence still takes part (the forward is collective) but counts nothing.
+        batch = loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(device)
+        loss = objective(model, batch)
+        if len(mine):
+            figures = [loss.figures[name].detach().float() for name in objective.figures]
+            part = torch.stack([
+                torch.stack([loss.total.detach(), *figures, *loss.by_source]),
+                torch.stack([*[loss.units.sum()] * (1 + len(figures)), *loss.units]),
+            ]).cpu().double()  # fmt: skip
+            sums += part
+            each(part)
+    return sums
+
+
+def evaluation_of(sums: torch.Tensor, figures: tuple[str, ...], names: list[str]) -> Evaluation:
+    """Means from the sums of all ranks."""
+    (total, *others), (units, *counts) = sums.tolist()
+    told = {name: value / max(units, 1) for name, value in zip(figures, others, strict=False)}
+    told |= told_by_source(names, others[len(figures) :], [int(n) for n in counts[len(figures) :]])
+    return Evaluation(total / max(units, 1), told)

@@ -1,0 +1,72 @@
+"""Asks an engine without a server around it, and gathers what it says."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardwise.serve.engine import Engine, Limits
+from shardwise.serve.generate import Sampling, prompt_ids
+from shardwise.serve.models import Models, Served
+from shardwise.serve.rows import Ask, Ended, Event, Failed, Piece, Row
+
+
+@contextmanager
+def running(*served: Served, **limits: Any) -> Iterator[Engine]:
+    """An engine that is closed afterwards."""
+    engine = Engine(Models(list(served)), Limits(**limits))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class Listener:
+    """Receives the events of one answer."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.pieces: list[Piece] = []
+
+    def next(self, timeout: float = 60) -> Event:
+        """The next event."""
+        event = self.events.get(timeout=timeout)
+        if isinstance(event, Piece):
+            self.pieces.append(event)
+        return event
+
+    def end(self) -> Ended | Failed:
+        """Waits for the last event."""
+        while isinstance(event := self.next(), Piece):
+            pass
+        return event
+
+    @property
+    def text(self) -> str:
+        """What came so far."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+def question(served: Served, text: str, sampling: Sampling, **more: Any) -> Ask:
+    """A one-turn conversation as the engine takes it."""
+    return Ask(served, prompt_ids(served.tokenizer, [{"role": "user", "content": text}]), sampling, **more)
+
+
+def submit(engine: Engine, ask: Ask) -> tuple[Row, Listener]:
+    """Hands one ask over; there has to be room for it."""
+    listener = Listener()
+    rows = engine.submit([ask], [listener.events.put])
+    assert rows is not None
+    return rows[0], listener
+
+
+def wait_until(condition: Any, timeout: float = 60) -> None:
+    """Returns once the condition holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
