@@ -1,10 +1,11 @@
-"""Word and phrase pairs of Debian's German–English dictionary, and a tokenizer for both languages.
+"""Related words and phrases of Debian's German–English dictionary, and a tokenizer for both languages.
 
     apt-get download trans-de-en && dpkg-deb -x trans-de-en_*.deb trans
-    python de_en.py trans/usr/share/trans/de-en FOLDER [--pairs 80000]
+    python de_en.py trans/usr/share/trans/de-en FOLDER [--pairs 40000] [--alike 0.6]
 
-Writes train.jsonl and eval.jsonl with rows {"source": …, "target": …} and FOLDER/tokenizer. An entry with all its forms
-goes to one side: what is evaluated is new to the model.
+Writes train.jsonl and eval.jsonl with rows {"source": …, "target": …} and FOLDER/tokenizer. Kept are pairs that look
+alike (Konferenz, conference; polemisieren, to polemize): how to translate those can be learned in minutes, and copying
+them is a baseline worth beating. An entry with all its forms goes to one side: what is evaluated is new to the model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import json
 import re
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -22,13 +24,19 @@ NOTES = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|<[^>]*>|/[^/]*/")
 LONGEST = 5  # words of either side
 
 
-def pairs(line: str) -> list[tuple[str, str]]:
-    """The forms of an entry with their translations: the first of several, without remarks."""
+def pairs(line: str, alike: float) -> list[tuple[str, str]]:
+    """The forms of an entry with their translations: the first of several, without remarks, if they look alike."""
     german, _, english = line.partition(" :: ")
     sides = [[clean(form) for form in side.split("|")] for side in (german, english)]
     if len(sides[0]) != len(sides[1]):
         return []
-    return [(a, b) for a, b in zip(*sides, strict=True) if a and b and max(len(a.split()), len(b.split())) <= LONGEST]
+    short = [(a, b) for a, b in zip(*sides, strict=True) if a and b and max(len(a.split()), len(b.split())) <= LONGEST]
+    return [(a, b) for a, b in short if likeness(a, b) >= alike]
+
+
+def likeness(german: str, english: str) -> float:
+    """1 for the same letters in the same order, 0 for none in common."""
+    return SequenceMatcher(None, german.lower(), english.lower().removeprefix("to "), autojunk=False).ratio()
 
 
 def clean(form: str) -> str:
@@ -54,14 +62,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dictionary", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--pairs", type=int, default=80_000)
-    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--pairs", type=int, default=40_000)
+    parser.add_argument("--alike", type=float, default=0.6, help="from 0 (any pair) to 1 (the same word)")
+    parser.add_argument("--vocabulary", type=int, default=256)
     arguments = parser.parse_args()
     lines = [line for line in arguments.dictionary.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
     lines.sort(key=lambda line: hashlib.sha256(line.encode()).digest())
-    held = [pair for line in lines[:600] for pair in pairs(line)[:1]][:500]
+    entries = [found for line in lines if (found := pairs(line, arguments.alike))]
+    held = [entry[0] for entry in entries[:500]]
     known = {source for source, _ in held}
-    train = [pair for line in lines[600:] for pair in pairs(line) if pair[0] not in known][: arguments.pairs]
+    train = [pair for entry in entries[500:] for pair in entry if pair[0] not in known][: arguments.pairs]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", train), ("eval", held)):
         text = "".join(json.dumps({"source": a, "target": b}, ensure_ascii=False) + "\n" for a, b in rows)
