@@ -53,13 +53,22 @@ def tokenizer(folder: Path) -> str:
 @torch.no_grad()
 def fill(parts_sharded: object) -> None:
     """Random weights made on the device: filling 32 billion on the host would take longer than the benchmark."""
-    for name, parameter in parts_sharded.model.named_parameters():  # type: ignore[attr-defined]
-        data = parameter._local_tensor
-        data.fill_(1.0) if "norm" in name else data.normal_(std=0.02)
+    from shardwise.models.weights import packing_of
+
+    model = parts_sharded.model  # type: ignore[attr-defined]
+    for name, parameter in model.named_parameters():
+        data = getattr(parameter, "_local_tensor", parameter.data)  # stage 0 leaves some as they are
+        if packing := packing_of(model, name):
+            data.copy_(packing.pack(torch.empty(packing.shape, device=data.device).normal_(std=0.02)))
+        elif name.endswith("lora_B"):
+            data.zero_()
+        else:
+            data.fill_(1.0) if "norm" in name else data.normal_(std=0.02)
 
 
 def main(size: str, settings: list[str]) -> None:
     """Times some steps after a warm-up."""
+    import shardwise.config.resolve as resolve
     import shardwise.train.setup as setup
     from shardwise.config.load import load_run
     from shardwise.parallel.mesh import init_world
@@ -79,6 +88,7 @@ def main(size: str, settings: list[str]) -> None:
     }
     started = time.perf_counter()
     jobs.check_room = lambda *args: None  # nothing is saved
+    resolve._check_method = lambda *args: None  # adapters of random weights are refused
     job = jobs.prepare_job(load_run(run, settings))
     world = init_world(job.run)
     setup.fill_model = lambda job, sharded, masters: fill(sharded)  # type: ignore[assignment]

@@ -144,6 +144,11 @@ def test_overrides_of_sources(tmp_path: Path) -> None:
     assert paths(EXAMPLE, "data.train.0.path=z.jsonl")[0] == ("z.jsonl", "chat")
 
 
+def test_an_override_of_a_method_named_in_short(tmp_path: Path) -> None:
+    method: Any = load(tmp_path, SMALL + "\nmethod: lora\n", "method.rank=4").run.method
+    assert (method.type, method.rank) == ("lora", 4)
+
+
 def test_later_overrides_win(tmp_path: Path) -> None:
     assert load(tmp_path, SMALL, "ranks=2", "ranks=3").run.ranks == 3
 

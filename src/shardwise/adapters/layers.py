@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.adapters.lora_linear import FLOATS, lora_linear
 from shardwise.errors import UserError
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude", "ia3_l")  # of the parameters that adapters bring
@@ -40,27 +42,33 @@ class LoraLayer(AdapterLayer):
     lora_magnitude: nn.Parameter | None  # out
     lora_scale: float
     lora_dropout: float
-    lora_in_place: bool
+    lora_form: tuple[bool, int, str, bool] | None  # how the weight is kept, if that is all there is to the base
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The base's output and the update."""
         if self.adapter_off:
             return super().forward(x)  # type: ignore[no-any-return]
         flat = x.reshape(-1, x.shape[-1])
+        if self.lora_form and not self.lora_dropout and self.lora_magnitude is None and not self._base_learns():
+            parts = self.weight, self.bias, self.lora_A, self.lora_B
+            out, _ = lora_linear(flat, *parts, self.lora_scale, *self.lora_form)
+            return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
         out = super().forward(flat)
         dropped = F.dropout(flat, self.lora_dropout, self.training) if self.lora_dropout else flat
         low = F.linear(dropped, self.lora_A)
         if self.lora_magnitude is not None:
             out = self._towards_magnitude(out, low)
-        elif self.lora_in_place:
-            # One product that adds to what is there: no second output in memory, no pass to scale or to add it.
-            out = out.addmm_(low, self.lora_B.t(), alpha=self.lora_scale)
         else:
             out = torch.addmm(out, low, self.lora_B.t(), alpha=self.lora_scale)
         return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
 
+    def _base_learns(self) -> bool:
+        return any(p is not None and p.requires_grad for p in (self.weight, self.bias))
+
     def _towards_magnitude(self, out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        bias: Any = self.bias
+        bias = self.bias
         out = out if bias is None else out - bias
         out = torch.addmm(out, low, self.lora_B.t(), alpha=self.lora_scale)
         assert self.lora_magnitude is not None
@@ -105,6 +113,17 @@ def is_linear(module: nn.Module) -> bool:
     return is_transposed(module) or (isinstance(module, nn.Linear) and not isinstance(module, inert))
 
 
+def _form(module: Any) -> tuple[bool, int, str, bool] | None:
+    """How lora_linear must take a layer's weight; None for a layer that computes more than a product."""
+    from transformers.pytorch_utils import Conv1D
+
+    from shardwise.adapters.quantized import Quantized
+
+    if type(module).forward is Quantized.forward:
+        return module.transposed, *astuple(module.packings["weight"].form)
+    return (is_transposed(module), *FLOATS) if type(module).forward in (nn.Linear.forward, Conv1D.forward) else None
+
+
 def features(module: Any) -> tuple[int, int]:
     """Inputs and outputs of a linear layer."""
     return tuple(module.weight.shape) if is_transposed(module) else (module.in_features, module.out_features)
@@ -132,12 +151,12 @@ def attach_lora(
     """Gives a layer of (in, out) features a low-rank update, on the device of its weights."""
     inside, outside = shape
     device = next(module.parameters()).device
-    plain = type(module).forward is nn.Linear.forward
+    form = _form(module)
     layer: Any = _become(module, LoraLayer)
     layer.lora_A = nn.Parameter(torch.empty(rank, inside, device=device))
     layer.lora_B = nn.Parameter(torch.empty(outside, rank, device=device))
     layer.register_parameter("lora_magnitude", nn.Parameter(torch.empty(outside, device=device)) if dora else None)
-    layer.lora_scale, layer.lora_dropout, layer.lora_in_place = scale, dropout, plain
+    layer.lora_scale, layer.lora_dropout, layer.lora_form = scale, dropout, form
 
 
 def attach_ia3(module: nn.Module, shape: tuple[int, int], feedforward: bool) -> None:

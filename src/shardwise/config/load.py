@@ -228,13 +228,15 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None
 
 
 def _step_into(place: Any, part: str, above: list[str], key: str, raw: str) -> Any:
-    """What lies at `part`, made a container that an override can write into: a path in short form becomes a source."""
+    """What lies at `part`, made a container that an override can write into: a short form becomes a long one."""
     index: Any = _index(place, part, above, key, raw) if isinstance(place, list) else part
     here = place[index] if isinstance(place, list) else place.get(part)
     if isinstance(here, str) and above == ["data"] and part in ("train", "eval"):
         here = [{"path": here}]
     elif isinstance(here, str) and above in (["data", "train"], ["data", "eval"]):
         here = {"path": here}
+    elif isinstance(here, str) and not above and part in ("method", "objective"):
+        here = {"type": here}
     elif not isinstance(here, (dict, list)):
         here = {}
     place[index] = here

@@ -505,6 +505,10 @@ class Run(Section):
         description="of packed rows: auto = document by document, without a mask; plain = as transformers does it, by "
         "a mask of the whole row",
     )
+    loss: Literal["auto", "plain"] = Field(
+        default="auto",
+        description="of next tokens: auto = by pieces, without ever making all logits; plain = from the whole of them",
+    )
     compile: bool = Field(default=False, description="compile each block (CUDA; the first step takes longer)")
     offload: Offload = Field(default=Offload(), description="what is kept off the device")
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto = CUDA where there is a GPU")

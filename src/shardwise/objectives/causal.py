@@ -8,16 +8,20 @@ from typing import Any
 import torch
 
 from shardwise.data.loader import IGNORE, MicroBatch
-from shardwise.objectives.base import Loss, token_loss
+from shardwise.objectives.base import Loss, sum_by_source, token_loss
+from shardwise.objectives.head import HeadLoss
 
 
 class CausalObjective:
-    """Next-token cross-entropy. `apart`: packed batches bring their documents; else the model sees positions alone."""
+    """Next-token cross-entropy. `apart`: packed batches bring their documents; else the model sees positions alone.
+
+    `head`: the model's head and the loss as one; without it the logits are made whole.
+    """
 
     figures: tuple[str, ...] = ()
 
-    def __init__(self, model: Any, apart: bool = False) -> None:
-        self._apart = apart
+    def __init__(self, model: Any, apart: bool = False, head: HeadLoss | None = None) -> None:
+        self._apart, self._head = apart, head
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
@@ -45,5 +49,8 @@ class CausalObjective:
 
     def __call__(self, model: Any, batch: MicroBatch) -> Loss:
         """Sum of -log p over the learned tokens of the micro-batch."""
+        if self._head is not None:
+            losses = self._head.losses(model, self.inputs(batch), batch.labels)
+            return sum_by_source(losses, batch.labels.flatten() != IGNORE, batch.sources, batch.source_count)
         logits, labels, sources = self.logits(model, batch)
         return token_loss(logits, labels, sources, batch.source_count)

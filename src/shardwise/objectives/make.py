@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.objectives.base import Objective
 from shardwise.objectives.causal import CausalObjective
 from shardwise.objectives.classify import ClassifyObjective
+from shardwise.objectives.head import join_head
 from shardwise.objectives.masked import MaskedObjective
 from shardwise.objectives.seq2seq import Seq2seqObjective
 
@@ -24,7 +25,7 @@ def make_objective(
     settings: Any = job.run.objective
     match settings.type:
         case "causal":
-            return CausalObjective(sharded.model, apart)
+            return CausalObjective(sharded.model, apart, join_head(sharded) if job.run.loss == "auto" else None)
         case "seq2seq":
             return Seq2seqObjective()
         case "masked":

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
+from shardwise.zero.integers import leave_integers_alone
 from shardwise.zero.units import choose_units
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -132,6 +133,7 @@ def shard_model(
     bucket: int | None = None,
 ) -> None:
     """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory."""
+    leave_integers_alone()
     compute = COMPUTE[precision]
     policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.

@@ -1,0 +1,129 @@
+"""The model's head and the loss as one: the logits of a batch are never there all at once.
+
+A vocabulary of 128,256 makes 4 GB of fp32 logits of 8,192 tokens, several times over. Here pieces of the batch go
+through the head and the loss, and their gradient is computed while the logits are there: what is kept is as large as
+the hidden states. The head is asked where the model calls it, so its weight is there at any stage of ZeRO, and the
+losses travel through the model's own output, as FSDP's hooks expect.
+
+Only for models that hand on what their head computes as it is; those that scale or cap it keep the plain path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.data.loader import IGNORE
+from shardwise.kernels.cross_entropy import cross_entropy_
+from shardwise.zero.stages import ShardedModel
+
+# Logits at a time. On a GPU pieces large enough for its matrix products; on a CPU few enough to be no matter.
+PIECE = {"cuda": 1 << 29, "cpu": 1 << 24}
+PROBE = 4  # tokens of the trial
+
+
+class HeadLoss:
+    """Stands in a head's forward: losses of the labels it is given instead of logits."""
+
+    def __init__(self, head: Any) -> None:
+        self._head, self._plain = head, head.forward
+        self._labels: torch.Tensor | None = None
+        head.forward = self._forward
+
+    def losses(self, model: Any, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        """The model's losses of (rows, width) labels, flat; to be summed with one weight for all."""
+        self._labels = labels
+        try:
+            return torch.as_tensor(model(**inputs).logits).flatten()
+        finally:
+            self._labels = None
+
+    def remove(self) -> None:
+        """Gives the head its own forward back."""
+        del self._head.forward
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        labels = self._labels
+        if labels is None:
+            return torch.as_tensor(self._plain(hidden))
+        flat, wanted = hidden.flatten(0, -2), labels.flatten()
+        learned = None
+        if flat.device.type == "cpu":  # elsewhere a list of rows would be a wait for the device
+            learned = (wanted != IGNORE).nonzero().flatten()
+            flat, wanted = flat[learned], wanted[learned]
+        losses: torch.Tensor = _HeadLoss.apply(flat, self._head.weight, self._head.bias, wanted)  # type: ignore[no-untyped-call]
+        if learned is not None:
+            losses = losses.new_zeros(labels.numel()).index_put((learned,), losses)
+        # A copy, for FSDP hangs its hooks on the output, which a view might lose.
+        return losses.view(*labels.shape, 1).clone()
+
+
+def join_head(sharded: ShardedModel) -> HeadLoss | None:
+    """Joins head and loss where the model allows it; collective, for it takes a forward of the model to know."""
+    model: Any = sharded.model
+    head = model.get_output_embeddings()
+    if type(head).forward is not nn.Linear.forward:
+        return None
+    marker: list[torch.Tensor] = []
+
+    def mark(hidden: torch.Tensor) -> torch.Tensor:
+        marker.append(torch.randn(*hidden.shape[:-1], head.out_features, device=hidden.device).to(hidden.dtype))
+        return marker[-1]
+
+    head.forward = mark
+    ids = torch.arange(PROBE, device=sharded.device)[None]
+    try:
+        with sharded.evaluation(), torch.random.fork_rng(devices=[]):
+            output = model(input_ids=ids, use_cache=False).logits
+    finally:
+        del head.forward
+    same = len(marker) == 1 and output.shape == (1, PROBE, head.out_features)
+    return HeadLoss(head) if same and torch.equal(output.float(), marker[0].float()) else None
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Losses of rows; the gradient assumes that they are summed with one weight, which it reads from the first."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        to_hidden, to_weight, to_bias, _ = ctx.needs_input_grad
+        gradient = to_hidden or to_weight or to_bias
+        losses = torch.zeros(len(hidden), device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias else None
+        piece = max(1, PIECE.get(hidden.device.type, PIECE["cpu"]) // len(weight))
+        for start in range(0, len(hidden), piece):
+            part = hidden[start : start + piece]
+            logits = F.linear(part, weight, bias)
+            losses[start : start + piece] = cross_entropy_(logits, labels[start : start + piece], IGNORE, gradient)
+            if d_hidden is not None:
+                torch.mm(logits, weight, out=d_hidden[start : start + piece])
+            if d_weight is not None:
+                if logits.dtype == torch.float32:
+                    d_weight.addmm_(logits.t(), part)
+                else:
+                    d_weight += logits.t() @ part
+            if d_bias is not None:
+                d_bias += logits.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.kinds = weight.dtype, None if bias is None else bias.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (d_hidden, d_weight, d_bias), kinds = ctx.saved_tensors, ctx.kinds
+        factor = gradient[0] if len(gradient) else gradient.new_zeros(())
+        return (
+            None if d_hidden is None else _times(d_hidden.float(), factor, d_hidden.dtype),
+            None if d_weight is None else _times(d_weight, factor, kinds[0]),
+            None if d_bias is None else _times(d_bias, factor, kinds[1]),
+            None,
+        )
+
+
+def _times(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.mul(value, factor, out=torch.empty_like(value, dtype=dtype))
