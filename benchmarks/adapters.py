@@ -129,11 +129,8 @@ def main() -> None:
             record = json.loads(lines[-1])
             found.append(record["tokens_per_second"])
             kept = ("tokens_per_second", "seconds_per_step", "device_peak_gib", "losses")
-            ratio = f"{found[0] / found[-1]:.2f}"
-            print(
-                f"{method:6} {who:5} {' '.join(settings):30} { ({k: record[k] for k in kept}) } ours/this {ratio}",
-                flush=True,
-            )
+            told = " ".join(f"{k} {record[k]}" for k in kept)
+            print(f"{method} {who} {' '.join(settings)}: {told}, ours/this {found[0] / found[-1]:.2f}", flush=True)
 
 
 if __name__ == "__main__":

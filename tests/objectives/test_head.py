@@ -1,4 +1,4 @@
-"""Head and loss as one: the same losses and gradients as from whole logits, at any stage; refused where it would err."""
+"""Head and loss as one: the same losses and gradients as from whole logits, at any stage, or not at all."""
 
 from __future__ import annotations
 
@@ -59,10 +59,7 @@ def test_equals_the_plain_loss(tmp_path: Path, name: str, config: Any, ranks: in
     settings = dict(
         train__optimizer="sgd", train__learning_rate=1.0, train__clip=None, parallel__zero=zero, ranks=ranks
     )
-    runs = [
-        tiny_run(tmp_path, model, **settings, method=method, loss=loss, output=str(tmp_path / loss))
-        for loss in ("plain", "auto")
-    ]
+    runs = [tiny_run(tmp_path, model, **settings, loss=loss, output=str(tmp_path / loss)) for loss in ("plain", "auto")]
     for (one, plain, wanted), (other, loss, found) in run_ranks(trained, ranks, runs):
         assert (one, other) == (False, True)
         assert loss == pytest.approx(plain, rel=1e-6)
