@@ -271,14 +271,14 @@ MISTAKES = [
             files=chat(said("user", "\ud83d"), said("assistant", "?"))),
     Mistake("too long", ("data.train.0 = 'chat.jsonl:2'", "more than data.sequence_length = 64"), "over_length",
             files=chat(said("user", "Hi"), said("assistant", "word " * 90))),
-    Mistake("all dropped", ("data.train.0 = 'chat.jsonl'", "1 dropped"), "over_length",
+    Mistake("all dropped", ("data.train.0 = 'chat.jsonl'", "1 dropped"), "raise data.sequence_length",
             {"data.over_length": "drop", "data.sequence_length": 8}),
     Mistake("nothing to hold out", ("data.eval = 0.02", "single row"), "of its own", {"data.eval": "2%"}),
     # models
     Mistake("no chat template", ("model.tokenizer: ", "no chat template"), "instruct model", prepare=no_template),
     Mistake("sequences beyond the positions", ("data.sequence_length = 1024", "512 positions"), "512 or less",
             {"data.sequence_length": 1024}),
-    Mistake("BERT", ("model = 'bert'", "BertForMaskedLM"), "ForCausalLM", {"model": "bert"},
+    Mistake("BERT", ("model = 'bert'", "BertForMaskedLM"), "masked", {"model": "bert", "objective": "causal"},
             prepare=other_model("bert", "BertForMaskedLM")),
     Mistake("ViT", ("model = 'bert'", "ViTForImageClassification"), "ForCausalLM", {"model": "bert"},
             prepare=other_model("vit", "ViTForImageClassification")),
@@ -336,7 +336,7 @@ MISTAKES = [
     Mistake("chat with nobody", ("model = './nobody'", "neither a model folder"), "path", args=("chat", "./nobody")),
     Mistake("chat with a folder of no model", ("model = 'old'", "no config.json"), "save_pretrained",
             args=("chat", "old", "-p", "Hi"), prepare=plain_folder),
-    Mistake("chat with BERT", ("model = 'bert'", "BertForMaskedLM"), "ForCausalLM", args=("chat", "bert", "-p", "Hi"),
+    Mistake("chat with BERT", ("model = 'bert'", "BertForMaskedLM"), "a causal model", args=("chat", "bert", "-p", "Hi"),
             prepare=other_model("bert", "BertForMaskedLM")),
 ]  # fmt: skip
 

@@ -153,7 +153,8 @@ def test_every_method_at_every_stage_on_one_two_and_four_ranks(tmp: Path, model:
             print(f"{method:14} {zero} {ranks}  {apart:.1e}  {losses[-1]:.4f}  {trainable:7}  {max(held):8}")
             assert apart <= BOUND, (method, zero, ranks)
             assert method == "still" or losses[-1] < alone["still", 0][0][-1], (method, zero)
-            assert sum(held) == pytest.approx(12 * trainable * (ranks if zero == 0 else 1), rel=1e-2)
+            # FSDP fills shards up: 6 rows on 4 ranks are 8.
+            assert 1 <= sum(held) / (12 * trainable * (ranks if zero == 0 else 1)) <= 1.1, (method, zero, ranks)
 
 
 def test_half_precision_stores_frozen_weights_in_it(tmp: Path, cpu_precision_env: dict[str, str]) -> None:

@@ -170,8 +170,9 @@ def test_refusals(folder: Path) -> None:
     refused("use objective: dpo", data__train=pairs, objective="kto")
     refused("cannot be split", data__train=pairs, objective="dpo", data__over_length="split")
     refused("data.loss_on", data__train=pairs, objective="dpo", data__loss_on="all")
-    refused("method.adapter", data__train=pairs, objective="dpo", method={"type": "lora", "adapter": "x"})
-    refused("method.also", data__train=pairs, objective="kto", method={"type": "qlora", "also": "lm_head"})
+    model = saved_model(folder / "model", LLAMA)
+    refused("method.adapter", model=model, data__train=pairs, objective="dpo", method={"type": "lora", "adapter": "x"})
+    refused("method.also", model=model, data__train=pairs, objective="kto", method={"type": "qlora", "also": "lm_head"})
 
 
 def test_the_preview_shows_both_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

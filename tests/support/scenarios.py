@@ -391,6 +391,7 @@ def train_and_record(run: dict[str, Any]) -> tuple[list[tuple[int, list[tuple[in
                 seen.append((position + row, [d for d in documents if set(d) != {parts.job.pad_id}]))
         return inner(model, batch)
 
+    recording.figures = ()  # type: ignore[attr-defined]
     parts.objective = recording
     fit(parts)
     return seen, parts.job.loader().epoch_sequences()

@@ -30,7 +30,7 @@ def fill_adapters(sharded: ShardedModel, seed: int, adapter: str | None, through
             fill_local(parameters[name], value, through.get(name))
         return
     for name, parameter in parameters.items():
-        if (kind := name.rpartition(".")[2]) in NAMES and kind != "lora_magnitude":
+        if (kind := name.rpartition(".")[2]) in NAMES:
             fill_local(parameter, _fresh(kind, parameter.shape, seed, name), through.get(name))
     for name, value in _magnitudes(sharded).items():
         fill_local(parameters[name], value, through.get(name))
@@ -38,7 +38,8 @@ def fill_adapters(sharded: ShardedModel, seed: int, adapter: str | None, through
 
 def _fresh(kind: str, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
     """As peft begins: A uniform within ±1/√in (Kaiming with a = √5), B zero, factors one."""
-    if kind == "ia3_l":
+    if kind in ("ia3_l", "lora_magnitude"):
+        # A magnitude only until its norm is known; but the gather that makes it known may round neighbours together.
         return torch.ones(shape)
     if kind == "lora_B":
         return torch.zeros(shape)

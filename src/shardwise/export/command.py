@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.adapters.export import holds_adapter
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, RUN, read_trainer
 from shardwise.config.schema import Model
@@ -106,7 +107,8 @@ def export_gguf(
     facts, samples = _facts_of(checkpoint), read_samples(output_of(checkpoint))
     whole = target.with_name(f".{target.name}.folder")  # in fp32: rounded once, from the master weights to the file
     try:
-        export_checkpoint(checkpoint, whole, "fp32", overwrite=True, changed_tokenizer=changed_tokenizer, merged=True)
+        options: dict[str, Any] = {"changed_tokenizer": changed_tokenizer, "merged": holds_adapter(checkpoint)}
+        export_checkpoint(checkpoint, whole, "fp32", overwrite=True, **options)
         plan = plan_gguf(find_model(Model(name=str(whole))), kind)
         return _write_file(plan, target, facts, lambda: from_checkpoint(checkpoint), samples, check, say)
     finally:
