@@ -97,7 +97,8 @@ class Engine:
         return len(self._under_way()), len(self._waiting)
 
     def _under_way(self) -> list[Row]:
-        return [*self._starting, *(row for batch in self._batches for row in batch.rows)]
+        # Once each: a row is in both places for a moment, and others ask from threads of their own.
+        return list(dict.fromkeys([*self._starting, *(row for batch in self._batches for row in batch.rows)]))
 
     @torch.inference_mode()
     def _run(self) -> None:
