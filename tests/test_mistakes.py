@@ -336,8 +336,8 @@ MISTAKES = [
     Mistake("chat with nobody", ("model = './nobody'", "neither a model folder"), "path", args=("chat", "./nobody")),
     Mistake("chat with a folder of no model", ("model = 'old'", "no config.json"), "save_pretrained",
             args=("chat", "old", "-p", "Hi"), prepare=plain_folder),
-    Mistake("chat with BERT", ("model = 'bert'", "BertForMaskedLM"), "a causal model", args=("chat", "bert", "-p", "Hi"),
-            prepare=other_model("bert", "BertForMaskedLM")),
+    Mistake("chat with BERT", ("model = 'bert'", "BertForMaskedLM"), "a causal model",
+            args=("chat", "bert", "-p", "Hi"), prepare=other_model("bert", "BertForMaskedLM")),
 ]  # fmt: skip
 
 

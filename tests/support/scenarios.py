@@ -391,7 +391,23 @@ def train_and_record(run: dict[str, Any]) -> tuple[list[tuple[int, list[tuple[in
                 seen.append((position + row, [d for d in documents if set(d) != {parts.job.pad_id}]))
         return inner(model, batch)
 
-    recording.figures = ()  # type: ignore[attr-defined]
+    recording.figures, recording.of_tokens = (), True  # type: ignore[attr-defined]
     parts.objective = recording
     fit(parts)
     return seen, parts.job.loader().epoch_sequences()
+
+
+def idle_adapter(run: dict[str, Any]) -> tuple[str, str]:
+    """What is said of an adapter that the model passes by, and of one where it does not."""
+    from shardwise.train.loop import accumulate
+    from shardwise.train.selfcheck import without_gradient
+
+    parts = parts_of(run)
+    batch = parts.loader.step(0, run["train"]["batch_size"], int(run["train"]["micro_batch_size"]), 0, 1)
+    accumulate(parts, batch)
+    fine = without_gradient(parts.sharded, parts.update)
+    parts.update()
+    layer = parts.sharded.model.model.layers[1].mlp.down_proj
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
+    accumulate(parts, batch)
+    return without_gradient(parts.sharded, parts.update), fine

@@ -11,7 +11,7 @@ import torch
 from support import scenarios
 from support.packed import Alone
 from support.ranks import run_ranks
-from support.tiny import tiny_run, tokenizer_folder
+from support.tiny import LLAMA, saved_model, tiny_run, tokenizer_folder
 from torch import nn
 
 from shardwise.errors import UserError
@@ -119,3 +119,12 @@ def test_ranks_refuse_together(tmp_path: Path) -> None:
     model = {"config": config, "tokenizer": tokenizer_folder(tmp_path / "tokenizer")}
     with pytest.raises(AssertionError, match="not a causal language model"):
         run_ranks(scenarios.loaded_parameters, 2, tiny_run(tmp_path, model, parallel__zero=3))
+
+
+def test_what_is_trained_but_never_used(tmp_path: Path) -> None:
+    """A layer whose weight the model reads past its forward leaves its adapter idle: said, not passed over."""
+    model = saved_model(tmp_path / "model", LLAMA)
+    run = tiny_run(tmp_path, model, method="lora", train__steps=1)
+    idle, fine = run_ranks(scenarios.idle_adapter, 1, run)[0]
+    assert fine == ""
+    assert "2 of 42 trained tensors had no part" in idle and "layers.1.mlp.down_proj.lora_A" in idle

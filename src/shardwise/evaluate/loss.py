@@ -97,10 +97,11 @@ def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, 
 
     with whole.evaluation():
         sums = summed_losses(model, objective, loader, micro, model.device, each=each)
-    found = evaluation_of(sums, objective.figures, loader.names)
+    found = evaluation_of(sums, objective, loader.names)
     columns = np.stack([part.numpy() for part in parts])  # batch, (sum, units), figure
     figures = [replace(_ratio("loss", columns[:, :, 0], more=False), value=found.loss)]
-    figures += [Figure("perplexity", found.record["perplexity"], count=len(parts), more_is_better=False)]
+    if (perplexity := found.record.get("perplexity")) is not None:
+        figures += [Figure("perplexity", perplexity, count=len(parts), more_is_better=False)]
     figures += [_ratio(one, columns[:, :, 1 + i]) for i, one in enumerate(objective.figures)]
     first = 1 + len(objective.figures)
     groups = {} if len(loader.names) < 2 else {

@@ -38,10 +38,12 @@ class Loss:
 class Objective(Protocol):
     """Anything the loop can train: a forward that returns the summed loss of a micro-batch.
 
-    `figures` names those of its losses, in their order.
+    `figures` names those of its losses, in their order. `of_tokens`: the loss is -log p of each learned token, so that
+    its mean has a perplexity.
     """
 
     figures: tuple[str, ...]
+    of_tokens: bool
 
     def __call__(self, model: Any, batch: Any) -> Loss: ...
 

@@ -19,6 +19,7 @@ class CausalObjective:
     """
 
     figures: tuple[str, ...] = ()
+    of_tokens = True
 
     def __init__(self, model: Any, apart: bool = False, head: HeadLoss | None = None) -> None:
         self._apart, self._head = apart, head

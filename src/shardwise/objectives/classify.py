@@ -17,6 +17,7 @@ class ClassifyObjective:
     """Cross-entropy over classes; `accuracy` is the share of texts whose likeliest class is the right one."""
 
     figures: tuple[str, ...] = ("accuracy",)
+    of_tokens = False
 
     def __init__(self, model: Any) -> None:
         self._typed = "token_type_ids" in inspect.signature(model.forward).parameters

@@ -60,6 +60,7 @@ class DistillObjective:
     """weight · T² KL + (1 - weight) · the plain loss, summed over learned tokens; `teacher` is None if it was asked."""
 
     figures: tuple[str, ...] = ("loss_teacher", "loss_plain")
+    of_tokens = False
 
     def __init__(
         self, model: Any, apart: bool, settings: Distill, vocabulary: int, teacher: TeacherLogProbs | None

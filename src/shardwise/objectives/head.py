@@ -61,7 +61,7 @@ class HeadLoss:
         return losses.view(*labels.shape, 1).clone()
 
 
-def join_head(sharded: ShardedModel) -> HeadLoss | None:
+def join_head(sharded: ShardedModel, device: torch.device) -> HeadLoss | None:
     """Joins head and loss where the model allows it; collective, for it takes a forward of the model to know."""
     model: Any = sharded.model
     head = model.get_output_embeddings()
@@ -74,7 +74,7 @@ def join_head(sharded: ShardedModel) -> HeadLoss | None:
         return marker[-1]
 
     head.forward = mark
-    ids = torch.arange(PROBE, device=sharded.device)[None]
+    ids = torch.arange(PROBE, device=device)[None]
     try:
         with sharded.evaluation(), torch.random.fork_rng(devices=[]):
             output = model(input_ids=ids, use_cache=False).logits

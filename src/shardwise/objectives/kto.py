@@ -25,6 +25,7 @@ class KtoObjective:
     """
 
     figures: tuple[str, ...] = ("accuracy", "reward")
+    of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Kto, reference: Reference) -> None:
         self._log_probs, self._settings, self._reference = AnswerLogProbs(model, apart), settings, reference

@@ -25,7 +25,8 @@ def make_objective(
     settings: Any = job.run.objective
     match settings.type:
         case "causal":
-            return CausalObjective(sharded.model, apart, join_head(sharded) if job.run.loss == "auto" else None)
+            head = join_head(sharded, world.device) if job.run.loss == "auto" else None
+            return CausalObjective(sharded.model, apart, head)
         case "seq2seq":
             return Seq2seqObjective()
         case "masked":

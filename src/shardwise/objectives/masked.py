@@ -13,6 +13,7 @@ class MaskedObjective:
     """Cross-entropy over the masked tokens; `accuracy` is the share of them that the likeliest token is right for."""
 
     figures: tuple[str, ...] = ("accuracy",)
+    of_tokens = True
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
         """Sum of -log p over the masked tokens."""

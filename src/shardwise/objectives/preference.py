@@ -23,6 +23,7 @@ class DpoObjective:
     """-log σ(β · how much more than the reference the model prefers the chosen answer)."""
 
     figures: tuple[str, ...] = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+    of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Dpo, reference: Reference) -> None:
         self._log_probs, self._settings, self._reference = AnswerLogProbs(model, apart), settings, reference
@@ -47,6 +48,7 @@ class OrpoObjective:
     """The plain loss of the chosen answer, and -log σ of the log odds ratio against the rejected one."""
 
     figures: tuple[str, ...] = ("accuracy", "margin", "loss_chosen")
+    of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Orpo) -> None:
         self._log_probs, self._beta = AnswerLogProbs(model, apart), settings.beta

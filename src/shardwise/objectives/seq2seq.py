@@ -15,6 +15,7 @@ class Seq2seqObjective:
     """Cross-entropy over the target's tokens."""
 
     figures: tuple[str, ...] = ()
+    of_tokens = True
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
         """Sum of -log p over the tokens of the targets."""

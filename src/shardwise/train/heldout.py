@@ -27,7 +27,7 @@ class Evaluation:
     @property
     def record(self) -> dict[str, Any]:
         """Every figure by its name."""
-        return {"loss": self.loss, "perplexity": math.exp(min(self.loss, 50)), **self.told}
+        return {"loss": self.loss, **self.told}
 
 
 def summed_losses(
@@ -62,9 +62,11 @@ def summed_losses(
     return sums
 
 
-def evaluation_of(sums: torch.Tensor, figures: tuple[str, ...], names: list[str]) -> Evaluation:
+def evaluation_of(sums: torch.Tensor, objective: Objective, names: list[str]) -> Evaluation:
     """Means from the sums of all ranks."""
     (total, *others), (units, *counts) = sums.tolist()
-    told = {name: value / max(units, 1) for name, value in zip(figures, others, strict=False)}
+    loss, figures = total / max(units, 1), objective.figures
+    told = {"perplexity": math.exp(min(loss, 50))} if objective.of_tokens else {}
+    told |= {name: value / max(units, 1) for name, value in zip(figures, others, strict=False)}
     told |= told_by_source(names, others[len(figures) :], [int(n) for n in counts[len(figures) :]])
-    return Evaluation(total / max(units, 1), told)
+    return Evaluation(loss, told)

@@ -29,6 +29,7 @@ from shardwise.optim.schedules import set_rates
 from shardwise.train.control import Control
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
 from shardwise.train.meter import not_finite
+from shardwise.train.selfcheck import without_gradient
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
 from shardwise.train.watch import Watch
@@ -79,6 +80,7 @@ def fit(parts: Parts) -> Outcome:
             rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
+            report.first_gradients(parts)
             with parts.timer.region("step"):
                 norm = parts.update()
 
@@ -156,13 +158,14 @@ def evaluate(parts: Parts) -> Evaluation:
     with parts.sharded.evaluation():
         sums = summed_losses(parts.sharded.model, objective, loader, micro, world.device, world.rank, world.size)
     dist.all_reduce(sums, group=world.control)
-    return evaluation_of(sums, objective.figures, loader.names)
+    return evaluation_of(sums, objective, loader.names)
 
 
 def watch_of(parts: Parts) -> Watch:
     """Follows the run's evaluations from its position on."""
     sources = parts.eval_loader.names if parts.eval_loader else []
-    return Watch(parts.job.run, parts.position, parts.store.root, sources, parts.objective.figures)
+    figures = (*parts.objective.figures, *(["perplexity"] if parts.objective.of_tokens else []))
+    return Watch(parts.job.run, parts.position, parts.store.root, sources, figures)
 
 
 def save(parts: Parts) -> None:
@@ -215,6 +218,7 @@ class Report:
 
     def __init__(self, parts: Parts, total: int) -> None:
         run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
+        self._looked = False
         if self._active:
             tables = Tables(Path(run.log.csv).expanduser()) if run.log.csv else None
             self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
@@ -253,6 +257,13 @@ class Report:
             if "breakdown" in record and time.monotonic() - self._told_at >= BREAKDOWN_INTERVAL:
                 self._told_at = time.monotonic()
                 self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
+
+    def first_gradients(self, parts: Parts) -> None:
+        """Once: says what is to be trained but has no gradient, which would stay as it is in silence."""
+        if self._active and not self._looked:
+            if idle := without_gradient(parts.sharded, parts.update):
+                self._progress.note(idle)
+            self._looked = True
 
     def evaluated(self, step: int, held_out: Evaluation) -> None:
         """A new evaluation."""

@@ -13,6 +13,7 @@ import torch
 from shardwise.errors import UserError
 from shardwise.models.documents import Documents
 from shardwise.zero.stages import ShardedModel
+from shardwise.zero.update import Update
 
 LENGTH = 24
 # Largest movement, as a share of the largest logit, that passes for rounding. Of 40 tiny fresh models those that leak
@@ -76,6 +77,20 @@ def check_decoder(sharded: ShardedModel, vocabulary: int, label: str, device: to
         if torch.equal(base, logits(_changed(source, slice(LENGTH), vocabulary), target)):
             problem = "what its decoder predicts does not depend on the source"
             raise UserError("model", label, problem, "use another encoder–decoder model")
+
+
+def without_gradient(sharded: ShardedModel, update: Update) -> str:
+    """After a first backward: which parameters are to be trained but had no part in the loss; empty if none.
+
+    Some models read a layer's weight past its forward, where an adapter lives (fused state-space kernels do).
+    """
+    if update.consumes:  # gradients are gone as soon as they are known
+        return ""
+    idle = [name for name, parameter in sharded.parameters.items() if parameter.grad is None]
+    if not idle:
+        return ""
+    most = f"{len(idle)} of {len(sharded.parameters)} trained tensors had no part in the first step's loss"
+    return f"{most} and stay as they are: {idle[0]}{' and others like it' if len(idle) > 1 else ''}"
 
 
 def _logits(

@@ -18,7 +18,7 @@ from shardwise.errors import UserError
 from shardwise.train.state import Position
 
 ALIAS = {"eval_loss": "loss"}
-ALWAYS = ("loss", "perplexity")
+ALWAYS = ("loss",)
 
 
 def figure_of(record: Mapping[str, Any], metric: str) -> float:

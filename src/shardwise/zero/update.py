@@ -46,6 +46,11 @@ class Update:
             for parameter in sharded.parameters.values():
                 parameter.register_post_accumulate_grad_hook(self._step_one)
 
+    @property
+    def consumes(self) -> bool:
+        """Whether gradients may be gone before the update is asked for."""
+        return self._offloaded is not None or bool(self.eager)
+
     def __call__(self) -> torch.Tensor:
         """Updates the parameters, forgets the gradients, and returns their norm before clipping, on the device."""
         norm = self._step()
