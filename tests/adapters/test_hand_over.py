@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import adapters, cli
 from support.ranks import run_ranks
 from support.tiny import GPT2, LLAMA, TIED, saved_model, tiny_run
@@ -16,7 +17,8 @@ from support.tiny import GPT2, LLAMA, TIED, saved_model, tiny_run
 from shardwise.adapters.library import load_adapters, use_adapter
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.errors import UserError
-from shardwise.export.check import compare, load_folder
+from shardwise.export.check import Mismatch, compare, load_folder
+from shardwise.export.command import export_folder
 from shardwise.models.inference import from_checkpoint, load_for_inference
 
 CONFIGS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2}
@@ -87,6 +89,21 @@ def test_a_run_can_leave_the_merged_model_besides(tmp: Path, trained: dict[str, 
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"
     }  # fmt: skip
     assert not (trained["lora"] / "model/config.json").exists()
+
+
+@pytest.mark.parametrize("case", ["lora", "dora", "also", "ia3"])
+def test_an_adapters_folder_is_held_against_the_checkpoint(tmp: Path, trained: dict[str, Path], case: str) -> None:
+    """Through PEFT's names and back; a file that says something else does not pass."""
+    told = json.loads((trained[case] / "result.json").read_text())["check"]
+    assert told.startswith("checked against the trained model (fp32, ")
+
+    def spoil(tensors: dict[str, torch.Tensor], file: Path, **more: Any) -> None:
+        name = next(n for n in tensors if n.endswith(("lora_B.weight", "ia3_l")))
+        save_file(tensors | {name: tensors[name] + 0.01}, file, **more)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Mismatch, match=r"rejected"):
+        patch.setattr(safetensors.torch, "save_file", spoil)
+        export_folder(find_checkpoint(trained[case]), tmp / f"{case}-spoiled")
 
 
 def test_a_partly_frozen_model_is_exported_whole(tmp: Path, trained: dict[str, Path]) -> None:

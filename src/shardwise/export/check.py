@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwise.adapters.layers import worn_parameters
+from shardwise.adapters.layers import adapter_layers, worn_parameters
 from shardwise.errors import RunFailed, UserError
 from shardwise.export.families import FAMILIES
 from shardwise.export.rope import scaling_of
@@ -186,9 +186,10 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _parameters(reference: Any, exported: Any) -> tuple[float, str]:
-    """The furthest that a parameter moved, over its largest value, and its name."""
+    """The furthest that a parameter moved, over its largest value, and its name; an adapter's own, if both wear one."""
     found, worst = dict(exported.named_parameters(remove_duplicate=False)), (0.0, "")
-    for name, wanted in worn_parameters(reference):
+    adapted = any(True for _ in adapter_layers(exported))
+    for name, wanted in reference.named_parameters() if adapted else worn_parameters(reference):
         got = found.get(name)
         if got is None or got.shape != wanted.shape:
             return float("inf"), name

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.adapters.export import holds_adapter
+from shardwise.adapters.export import base_of, holds_adapter
+from shardwise.adapters.peft import WEIGHTS
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, RUN, read_trainer
 from shardwise.config.schema import Model
@@ -32,7 +33,7 @@ from shardwise.export.facts import Facts, gather, output_of, read_samples
 from shardwise.export.families import family_of
 from shardwise.export.gguf_file import KINDS, Plan, plan_gguf, write_gguf
 from shardwise.export.vocabulary import vocabulary_of
-from shardwise.models.inference import from_checkpoint
+from shardwise.models.inference import from_checkpoint, with_adapter
 from shardwise.models.source import find_model
 from shardwise.models.tasks import task_of
 
@@ -182,23 +183,31 @@ def _kind(config: dict[str, Any]) -> str:
     return TYPES.get(str(config.get("dtype")), "fp32")
 
 
+def _adapter_kind(folder: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return TYPES.get(str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch."), "fp32")
+
+
 def _check_folder(checkpoint: Path, folder: Path, target: Path, check: Check, most: int | None) -> str | None:
     from transformers import AutoTokenizer
 
     if check is False:
         return None
-    if (folder / "adapter_config.json").is_file():
-        return "not checked: an adapter without its base model"
-    config = json.loads((folder / "config.json").read_text())
-    kind = _kind(config)
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    parameters = size // (4 if kind == "fp32" else 2)
+    adapter = (folder / "adapter_config.json").is_file()
+    config = json.loads(((checkpoint / MODEL if adapter else folder) / "config.json").read_text())
+    kind = _adapter_kind(folder) if adapter else _kind(config)
+    weights = base_of(folder).weights if adapter else folder
+    size = sum(file.stat().st_size for file in weights.glob("*.safetensors")) if weights else 0
+    parameters = size // (4 if kind == "fp32" and not adapter else 2)  # files of a base are in half precision, mostly
     if check == "auto" and (reason := too_large(parameters, 2.2) or _too_slow(parameters, most)):
         return reason
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = sample_ids(tokenizer, config["vocab_size"], read_samples(output_of(checkpoint)))
     try:
-        return check_export(lambda: from_checkpoint(checkpoint), lambda: load_folder(folder), ids, kind, target)
+        exported = (lambda: with_adapter(folder, "cpu")[0]) if adapter else (lambda: load_folder(folder))
+        return check_export(lambda: from_checkpoint(checkpoint), exported, ids, kind, target)
     except Mismatch as error:
         raise _set_aside(error, folder, target) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from shardwise.adapters.export import (
     PREFIX,
     base_of,
-    holds_adapter,
+    checkpoint_plan,
     lacks_base,
     read_run,
     stored_tensors,
@@ -21,7 +20,8 @@ from shardwise.adapters.export import (
 from shardwise.adapters.library import load_adapters, use_adapter
 from shardwise.adapters.merge import find_base
 from shardwise.adapters.peft import is_adapter, read_adapter
-from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
+from shardwise.adapters.plan import attach
+from shardwise.checkpoint.hf import find_checkpoint
 from shardwise.checkpoint.store import MODEL, check_whole, list_checkpoints, load_tensors
 from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
@@ -54,7 +54,7 @@ def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool =
             check_fingerprint(checkpoint / MODEL, tokenizer)
         return from_checkpoint(checkpoint, device), tokenizer
     if is_adapter(path):
-        return _with_adapter(path, device, changed_tokenizer)
+        return with_adapter(path, device, changed_tokenizer)
     source = find_model(Model(name=str(path) if path.exists() else name))
     if talks:
         check_talks(source.config, name)
@@ -91,7 +91,7 @@ def _pretrained(source: ModelSource, device: str, brought: Collection[str] = ())
     return model.to(device).eval()
 
 
-def _with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> tuple[Any, Any]:
+def with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> tuple[Any, Any]:
     """A base that wears the adapter of a folder: with `use_adapter` from adapters/library.py it is taken off again."""
     source = base_of(folder)
     own = (folder / "tokenizer.json").is_file()
@@ -108,19 +108,17 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
     """The trained model in fp32, as its checkpoint holds it; what is not in there comes from its base."""
     from transformers import AutoConfig
 
-    if holds_adapter(checkpoint):
-        with tempfile.TemporaryDirectory() as place:
-            export_checkpoint(checkpoint, Path(place) / "adapter", verified=True)
-            return _with_adapter(Path(place) / "adapter", device)[0]
     if lacks_base(checkpoint):
         source, _ = find_base(read_run(checkpoint))
         names = set(stored_tensors(checkpoint))
         model = _pretrained(source, "cpu", names).float()
+        if (plan := checkpoint_plan(checkpoint)) is not None:
+            attach(model, plan)
     else:
         config = AutoConfig.from_pretrained(checkpoint / MODEL)
         config.use_cache = True
         model = auto_class(task_of(config)).from_config(config, dtype=torch.float32)
         names = set(model.state_dict().keys())
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     load_tensors(checkpoint, {PREFIX + n: t for n, t in tensors.items() if n in names}, None)
     return model.to(device).eval()
