@@ -121,7 +121,7 @@ def _embedded_file() -> Path:
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+    patterns = ["README.md", "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
