@@ -16,14 +16,14 @@ WIDTH, HEADS, GROUPS, HEAD, INNER, LAYERS, EXPERTS, VOCABULARY, POSITIONS = 32, 
 MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (WIDTH, (
         "hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim", "model_dim",
-        "projection_dim", "encoder_hidden_size", "attention_hidden_size", "lru_width", "time_mix_extra_dim",
+        "projection_dim", "encoder_hidden_size", "lru_width", "time_mix_extra_dim",
         "query_pre_attn_scalar", "conv_dim", "hidden_dim_base", "embed_dim",
     )),
     (INNER, (
         "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim", "encoder_ffn_dim",
         "decoder_ffn_dim", "ffn_embed_dim", "shared_intermediate_size", "d_inner", "mlp_hidden_size",
         "dense_intermediate_size", "intermediate_size_mlp", "block_ff_dim", "dense_ffn_hidden_size",
-        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "attention_hidden_size", "dff",
     )),
     (HEADS, (
         "num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
@@ -35,7 +35,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     )),
     (HEAD, (
         "head_dim", "d_kv", "d_head", "qk_nope_head_dim", "v_head_dim", "kv_channels", "linear_key_head_dim",
-        "linear_value_head_dim", "index_head_dim", "attention_head_size", "global_head_dim", "attention_head_dim",
+        "linear_value_head_dim", "index_head_dim", "attention_head_size", "global_head_dim",
         "swa_head_dim",
     )),
     (LAYERS, (
@@ -44,26 +44,29 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (2, (
         "num_encoder_layers", "encoder_layers", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k",
         "moe_k", "num_selected_experts", "top_k_experts", "altup_num_inputs", "first_k_dense_replace_layers",
-        "num_hidden_groups_inner", "attn_layer_period",
+        "num_hidden_groups_inner", "attn_layer_period", "expert_layer_period",
     )),
     (EXPERTS, (
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_num",
     )),
     (16, (
         "moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "q_lora_rank", "kv_lora_rank",
-        "o_lora_rank", "expert_intermediate_size", "moe_latent_size",
+        "o_lora_rank", "expert_intermediate_size", "moe_latent_size", "attention_head_dim",
     )),
     (4, ("rotary_dim", "qk_rope_head_dim", "laurel_rank", "mamba_dt_rank", "time_step_rank")),
     (1, (
         "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts", "mamba_n_groups",
-        "n_groups", "num_nextn_predict_layers_used", "num_hidden_groups", "inner_group_num",
+        "n_groups", "num_nextn_predict_layers_used", "num_hidden_groups", "inner_group_num", "attn_layer_offset", "expert_layer_offset",
     )),
     (8, (
         "mamba_d_state", "state_size", "ssm_state_size", "mamba_n_heads", "mamba_num_heads", "mamba_d_head",
         "mamba_head_dim", "chunk_size", "mamba_chunk_size", "sliding_window", "index_topk", "attention_window",
         "hidden_size_per_layer_input", "attention_chunk_size", "window_size", "local_attention", "block_size",
     )),
-    (VOCABULARY, ("vocab_size", "vocab_size_per_layer_input")),
+    (VOCABULARY, (
+        "vocab_size", "vocab_size_per_layer_input", "entity_vocab_size", "pronunciation_vocab_size", "shape_vocab_size",
+        "src_vocab_size", "tgt_vocab_size",
+    )),
     (POSITIONS, (
         "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions", "max_target_positions",
         "max_sequence_length", "max_seq_len",
@@ -72,7 +75,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
 ]  # fmt: skip
 SIZES = {name: value for value, names in MEANINGS for name in names}
 OPTIONAL = {  # None is a choice: it stays
-    "sliding_window", "q_lora_rank", "head_dim", "n_inner", "encoder_hidden_size", "o_lora_rank", "attention_chunk_size",
+    "sliding_window", "q_lora_rank", "n_inner", "encoder_hidden_size", "o_lora_rank", "attention_chunk_size",
     "attention_window", "num_experts", "num_local_experts",
 }  # fmt: skip
 NOISE = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
@@ -82,13 +85,14 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_sta
 def shrink(config: Any, layers: int = LAYERS) -> Any:
     """A config of the same class for a model of some ten thousand parameters; `layers` of each kind of stack."""
     kind = type(config)
-    values = {name: getattr(config, name, None) for name in _names(config)}
+    values = {name: value for name, value in _values(config) if not _is_fixed(kind, name)}
     changed: dict[str, Any] = {}
     for name, old in values.items():
         if name in SIZES:
             if (old is None and name in OPTIONAL) or isinstance(old, dict):
                 continue
             size = layers if SIZES[name] == LAYERS and "layer" in name else SIZES[name]
+            size = 1 if old == 1 and "exp" in name or old == 1 and "top" in name else size
             changed[name] = [size for _ in range(layers)] if isinstance(old, (list, tuple)) else size
         elif "drop" in name and isinstance(old, float) or name in NOISE:
             changed[name] = 0.0
@@ -102,14 +106,22 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
     inner = {name: shrink(getattr(config, name), layers) for name in _inner(config)}
     made = kind(**{**_switches(config), **{k: v for k, v in changed.items() if v is not None}, **inner})
     made.use_cache = False
+    if getattr(made, "is_encoder_decoder", False):
+        made.decoder_start_token_id = 0
     return made
 
 
-def _names(config: Any) -> Iterator[str]:
+def _values(config: Any) -> Iterator[tuple[str, Any]]:
+    """Every setting, and what older names stand for where the config itself has only those."""
+    known = config.to_dict()
+    yield from known.items()
     aliases = getattr(type(config), "attribute_map", None) or {}
-    known = set(config.to_dict())
-    yield from known
-    yield from (name for name, real in aliases.items() if real not in known)
+    yield from ((name, known.get(real)) for name, real in aliases.items() if real not in known)
+
+
+def _is_fixed(kind: type, name: str) -> bool:
+    found = getattr(kind, name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _inner(config: Any) -> list[str]:
@@ -117,19 +129,18 @@ def _inner(config: Any) -> list[str]:
 
 
 def _switches(config: Any) -> dict[str, Any]:
-    """What is no size: flags, names of functions, small numbers; copied."""
+    """What is no size and not as the class has it: flags, names of functions, small numbers; copied."""
+    plain, usual = config.to_dict(), type(config)().to_dict()
     skipped = {"model_type", "transformers_version", "architectures", "_name_or_path", "dtype", *_inner(config)}
-    found = {n: v for n, v in config.to_dict().items() if n not in skipped and n not in SIZES}
-    plain = (bool, str, float)
-    return {n: copy.deepcopy(v) for n, v in found.items() if isinstance(v, plain) and not n.startswith("_")}
+    found = {n: v for n, v in plain.items() if n not in skipped and n not in SIZES and v != usual.get(n)}
+    return {n: copy.deepcopy(v) for n, v in found.items() if isinstance(v, (bool, str, float)) and n[0] != "_"}
 
 
 def _rope(old: Any) -> Any:
     """Scaled positions as plain ones: at 128 of them nothing is scaled."""
     if not isinstance(old, dict) or any(isinstance(v, dict) for v in old.values()):
         return copy.deepcopy(old)
-    kept = {k: old[k] for k in ("partial_rotary_factor", "rope_theta") if k in old}
-    return {"rope_type": "default", "rope_theta": 10000.0, **kept}
+    return {"rope_theta": 10000.0, **old, "rope_type": "default"}
 
 
 def _depth(config: Any) -> int:
@@ -146,8 +157,15 @@ def _kinds(old: list[Any], layers: int) -> list[Any]:
 
 
 def _keep_ratios(config: Any, changed: dict[str, Any]) -> None:
-    """Where heads of keys are as many as those of queries, they stay so (latent attention has no groups)."""
+    """What hangs together in the large model does in the small one."""
+    old = dict(_values(config))
     for name in ("num_key_value_heads", "num_kv_heads", "n_kv_heads"):
-        heads = getattr(config, "num_attention_heads", None)
-        if name in changed and (getattr(config, name, None) == heads or "kv_lora_rank" in changed):
+        # Latent attention has no groups.
+        if name in changed and (old.get(name) == old.get("num_attention_heads") or "kv_lora_rank" in changed):
             changed[name] = HEADS
+    if "qk_rope_head_dim" in changed and old.get("head_dim") == old.get("qk_rope_head_dim"):
+        changed["head_dim"] = changed["qk_rope_head_dim"]
+    if "expand" in old and {"num_heads", "head_dim"} <= changed.keys():
+        changed["num_heads"] = WIDTH * int(old["expand"]) // HEAD
+    if "languages" in old and "default_language" in old:
+        changed["default_language"] = old["languages"][0]
