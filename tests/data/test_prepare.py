@@ -124,7 +124,7 @@ def fates(prepared: Prepared) -> list[tuple[str, str]]:
 def test_too_long_is_an_error_that_says_how_long(long_rows: str, tokenizer: Any) -> None:
     error = mistake(data(long_rows), tokenizer)
     assert (error.field, error.value) == ("data.train.0", f"{long_rows}:2")
-    assert "more than data.sequence_length = 64" in error.problem and "so do 2 more" in error.problem
+    assert "more than data.sequence_length = 64" in error.problem and "2 more of the" in error.problem
     longest = int(error.problem.rpartition("with ")[2].rstrip(")"))
     assert f"raise data.sequence_length to {longest}" in error.remedy
     assert facts(prepare_data(data(long_rows, sequence_length=longest), tokenizer, 0))["documents"] == 4

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Source
+from shardwise.data.remarks import Count
 
 VERSION = 1  # of the JSON; raised when a key changes its meaning or goes
 # Every length up to 16, then 8 bins per power of two, up to 2^31.
@@ -25,6 +26,7 @@ LENGTH_EDGES = (*range(16), *((8 + part) << power for power in range(1, 28) for 
 LOST = ("skipped", "dropped", "truncated", "refused", "no supervised token")  # fates that nobody asked for
 PARTLY = ("truncated", "split")  # fates of rows that are learned all the same
 REPEATS = ("duplicate", "near duplicate")
+REFINED = ("filtered", "too short", "too long", *REPEATS, "contaminated")  # fates that data.refine brings
 CHAT = ("chat", "sharegpt", "alpaca", "prompt", "pair", "preference", "kto")  # formats in which a part is an answer
 
 
@@ -96,6 +98,8 @@ class SourceBill:
     supervised: int
     held_out: int = 0
     fates: dict[str, int] = field(default_factory=dict)
+    remarks: dict[str, Count] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=no_lengths)
     longest: int | None = None
     weight: float = 1.0
@@ -109,7 +113,8 @@ class SourceBill:
     @classmethod
     def from_facts(cls, source: Source, name: str, facts: dict[str, Any], **known: Any) -> SourceBill:
         """From the facts of a token store (done.json); `known`: held_out, passes, share, cached, fates_file."""
-        keys = ("format", "reason", "rows", "documents", "tokens", "supervised", "fates", "lengths", "longest")
+        names = ("rows", "documents", "tokens", "supervised", "fates", "remarks", "lengths", "longest")
+        keys = ("format", "reason", "columns", *names)
         values = {key: facts[key] for key in keys if key in facts} | {"seconds": float(facts.get("seconds", 0.0))}
         return cls(name=name, path=source.path, weight=source.weight, epochs=source.epochs, **(values | known))
 
@@ -151,6 +156,7 @@ class SourceBill:
         """For other tools: the lengths as [smallest, largest, rows], empty bins left out."""
         values = asdict(self)
         values["lengths"] = [[*bin_range(index), count] for index, count in enumerate(self.lengths) if count]
+        values["remarks"] = {remark: {"rows": count, "first": at} for remark, (count, at) in self.remarks.items()}
         values["percentiles"] = {f"{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)}
         for key in ("learned_share", "left_out", "tokens_per_second"):
             values[key] = getattr(self, key)

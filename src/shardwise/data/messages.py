@@ -17,7 +17,7 @@ ROLES |= dict.fromkeys(["gpt", "bot", "model", "ai", "chatgpt", "bard", "bing", 
 ROLES |= dict.fromkeys(["developer"], "system")
 ROLES |= dict.fromkeys(["function", "observation", "tool_response", "function_response", "ipython"], "tool")
 CALLS = {"function_call", "tool_call", "tool_calls"}  # ShareGPT turns whose text is a call as JSON
-KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # strings that templates know
+KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # strings that templates know
 TEXT_PARTS = {"text", "input_text", "output_text"}
 MEDIA = ("image", "audio", "video", "file")
 

@@ -33,7 +33,7 @@ from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, 
 from shardwise.errors import UserError
 from shardwise.launch.cpu import usable_cores
 
-FORMAT = 5  # raised when the same rows give other tokens or masks
+FORMAT = 6  # raised when the same rows give other tokens or masks
 INLINE = 8 << 20  # bytes of source files that are tokenised on the spot
 
 
