@@ -155,7 +155,7 @@ def test_other_columns_are_ignored() -> None:
     [
         ('{"text": "a"', "not JSON"),
         ("[1, 2]", "this is a list"),
-        ('"words"', "this is a str"),
+        ('"words"', "this is text"),
         ("{}", "its keys: none"),
         ('{"prompt": "a", "completion": "b"}', "its keys: completion, prompt"),
         ('{"messages": []}', "at least one message"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.data.bill import CHAT, LOST, REFINED, REPEATS, Bill, SourceBill, remedy_of
 from shardwise.data.remarks import explained
+from shardwise.data.visible import counted
 from shardwise.errors import UserError
 
 LEAST_LEARNED, MOST_LEARNED = 0.02, 0.99
@@ -71,6 +72,11 @@ def warnings(bill: Bill) -> list[Notice]:
                                     "weight or epochs, or data.temperature")
             for s in bill.train if s.supervised and s.share < LEAST_SHARE
         ]  # fmt: skip
+    found += [
+        Notice("mixture", s.name, f"has both epochs ({s.epochs:g}) and weight ({s.weight:g}): epochs decides, and the "
+                                  "weight has no effect; remove one of them")
+        for s in bill.train if s.epochs is not None and s.weight != 1.0
+    ]  # fmt: skip
     return found + _packing(bill) + _evaluation(bill)
 
 
@@ -155,11 +161,17 @@ def _evaluation(bill: Bill) -> list[Notice]:
         for s in bill.eval if s.path in trained
     ]  # fmt: skip
     held = sum(source.held_out for source in bill.train)
+    if held:  # a share is held out of every source but these
+        same += [
+            Notice("evaluation", s.name, "has a single row, which is trained on; nothing of it is held out")
+            for s in bill.train if s.rows == 1
+        ]  # fmt: skip
     if not bill.eval and 0 < held < FEW_EVAL:
-        text = f"only {held} rows are held out for evaluation: its loss will jump about by chance"
-        return [Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own")]
+        text = f"only {counted(held, 'row is', 'rows are')} held out for evaluation: its loss will jump about by chance"
+        same.append(Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own"))
     return same + [
-        Notice("evaluation", s.name, f"only {s.rows} rows to evaluate on: the loss will jump about by chance; add rows")
+        Notice("evaluation", s.name, f"only {counted(s.rows, 'row', 'rows')} to evaluate on: the loss will jump about "
+                                     "by chance; add rows")
         for s in bill.eval if 0 < s.rows < FEW_EVAL
     ]  # fmt: skip
 

@@ -104,6 +104,7 @@ class SourceBill:
     longest: int | None = None
     weight: float = 1.0
     epochs: float | None = None
+    temperature: float = 1.0
     passes: float = 1.0
     share: float = 0.0
     seconds: float = 0.0
@@ -132,6 +133,13 @@ class SourceBill:
         """The format and why it is taken for that."""
         said = self.reason.startswith(self.format) or not self.reason
         return self.reason or self.format if said else f"{self.format}: {self.reason}"
+
+    @property
+    def mixed_by(self) -> str:
+        """The setting that decides how often its rows come up."""
+        if self.epochs is not None:
+            return f"epochs {self.epochs:g}"
+        return f"weight {self.weight:g}" + (f", temperature {self.temperature:g}" if self.temperature != 1.0 else "")
 
     @property
     def left_out(self) -> int:

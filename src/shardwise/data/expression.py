@@ -110,7 +110,7 @@ class Expression:
         raise BadRow(example.where, example.number, problem, remedy)
 
     def check_columns(self, rows: Iterable[Any], path: str) -> list[str]:
-        """A name that none of the first rows has is a slip (it would be None for ever), unless it is compared with None.
+        """A name that none of the first rows has is a slip (it would be None for ever), unless the filter asks for it.
 
         Gives the names that are missing and may be.
         """

@@ -272,14 +272,15 @@ def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field:
 
 def _other_columns(source: Source, there: Iterable[str]) -> str:
     """What to write in `fields`, whose columns no row has."""
+    known = [str(column) for column in there]
     for name, column in source.fields.items():
-        if near := difflib.get_close_matches(column, [c for c in there if c != column], 1):
+        if column.split(".")[0] not in known and (near := difflib.get_close_matches(column, known, 1)):
             return f"did you mean fields: {{{name}: {near[0]}}}?"
     return "name columns that the rows have, a.b for nested: fields: {our name: their column}"
 
 
 def _other_format(rows: list[dict[str, Any]], texts: list[str], source: Source, purpose: Purpose) -> str:
-    """What to set where rows are not of the format that was named: one that fits, or the columns that might be meant."""
+    """What to set where rows are not of the format that was named: one that fits, or columns that might be meant."""
     free = source.model_copy(update={"format": "auto"})
     names = ["label"] if purpose == "classify" else [name for name in FORMATS if name != "label"]
     fits = [(share, name, columns) for name in names for columns, share in [_fit(name, rows, free)] if columns]

@@ -8,9 +8,11 @@ waits for all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,7 @@ from shardwise.launch.cpu import usable_cores
 
 FORMAT = 6  # raised when the same rows give other tokens or masks
 INLINE = 8 << 20  # bytes of source files that are tokenised on the spot
+LITTER = 60.0  # seconds after which a folder of work whose owner holds no lock is litter
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ def _make(
     """Makes what is missing, here or in a process of its own; gives what tells whether somebody is still at it."""
     lock = cache_root() / "data" / f"{folders[0].name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(lock.parent)
     say("reading and tokenising the data")
     if sum(source_bytes(spec) for spec in specs) <= INLINE:
         with FileLock(lock):
@@ -190,8 +194,29 @@ def _make(
             child.poll()  # lets go of one that has ended
         return _held(lock)
 
-    _follow(specs, folders, alive, early, tell)
+    try:
+        _follow(specs, folders, alive, early, tell)
+    except KeyboardInterrupt:
+        if child is not None:  # nobody waits for it any more
+            child.terminate()
+            child.wait()
+            _sweep(lock.parent, 0)
+        raise
     return alive
+
+
+def _sweep(folder: Path, age: float = LITTER) -> None:
+    """Removes what processes that have died left of their work; what is done of a source stays, and is gone on from.
+
+    Folders of work are named by the lock that their owner holds while it is at it (the age is for one that is about to
+    take it).
+    """
+    for litter in folder.glob("*-*-*"):
+        kind, key, _ = litter.name.split("-", 2)
+        with contextlib.suppress(OSError):  # somebody else sweeps too
+            old = time.time() - litter.stat().st_mtime >= age
+            if kind in ("tokenise", "refine") and litter.is_dir() and old and not _held(folder / f"{key}.lock"):
+                shutil.rmtree(litter, ignore_errors=True)
 
 
 def _held(lock: Path) -> bool:
@@ -204,7 +229,7 @@ def _held(lock: Path) -> bool:
 
 def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int, lock: Path) -> subprocess.Popen[bytes]:
     """A process of its own; returns once it, or another that was faster, holds the lock."""
-    work = Path(tempfile.mkdtemp(prefix="tokenise-", dir=lock.parent))
+    work = Path(tempfile.mkdtemp(prefix=f"tokenise-{lock.stem}-", dir=lock.parent))
     tokenizer.save_pretrained(work / "tokenizer")
     plan = work / "plan.json"
     plan.write_text(json.dumps({

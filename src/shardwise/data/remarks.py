@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from shardwise.data.visible import counted
+
 NOT_WRITTEN = "not written: "  # and the name of the field
 BLANK_BEFORE = "first word not learned, blank before it"
 FIRST_WORD = "first word not learned"
@@ -31,7 +33,7 @@ def explained(remarks: Mapping[str, Count], rows: int, format: str, columns: Map
     for remark, (count, where) in remarks.items():
         if remark == RUN_TOGETHER and count <= MOST_TOGETHER * rows:
             continue
-        many = f"{count:,} row has" if count == 1 else f"{count:,} rows have"
+        many = counted(count, "row has", "rows have")
         found[remark] = f"{_sentence(remark, count, many, format, columns)} (the first: {where})"
     return found
 
@@ -53,8 +55,8 @@ def _sentence(remark: str, count: int, many: str, format: str, columns: Mapping[
         text = f"{many} an empty answer, which teaches the model to end at once and nothing else"
         return f"{text}; delete them, or leave them out with data.refine.filter"
     assert remark == EMPTY_PIECE
-    pieces = "1 piece of a row that was split has" if count == 1 else f"{count:,} pieces of rows that were split have"
-    return f"{pieces} no token to learn and are left out; raise data.sequence_length to keep answers with their prompts"
+    text = counted(count, "piece of a row that was split has", "pieces of rows that were split have")
+    return f"{text} no token to learn and go for nothing; raise data.sequence_length to keep answers with their prompts"
 
 
 def _parted(format: str, columns: Mapping[str, str]) -> str:

@@ -107,6 +107,7 @@ def bill_of(found: Survey) -> Bill:
         if one.spec.trains:
             share = seen[one.spec.index] / max(1.0, sum(seen))
             known |= {"held_out": one.known["held_out"], "passes": passes[one.spec.index], "share": share}
+            known |= {"temperature": data.temperature}
         bills[one.spec.trains].append(SourceBill.from_facts(one.spec.source, name, one.known, **known))
     layout = LAYOUTS.get(purpose_of(found.run), CausalLayout)(0)
     loader = make_loader(streams, data, found.run.train.seed, layout, data.temperature)

@@ -460,7 +460,8 @@ def make_sources(specs: list[Spec], folders: list[Path], tokenizer: Any, workers
     missing.sort(key=lambda item: source_bytes(item[0]))
     for _, folder in missing:
         (folder / "train/failed.json").unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="refine-", dir=_made(folders[0].parent)) as work:
+    name = f"refine-{folders[0].name}-"  # see _sweep of prepare.py
+    with tempfile.TemporaryDirectory(prefix=name, dir=_made(folders[0].parent)) as work:
         passages = removals = None
         if any(spec.trains for spec, _ in missing):
             passages = _passages(specs, Path(work))
