@@ -449,7 +449,8 @@ def main(argv: list[str] | None = None) -> Any:
     except (UserError, RunFailed, Interrupted) as error:
         if _has_the_word(error):
             label = "" if isinstance(error, Interrupted) else "error: "
-            print(f"{label}{error}", file=sys.stderr, flush=True)
+            for one in error.errors if isinstance(error, UserErrors) else [error]:
+                print(f"{label}{one}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was written", file=sys.stderr)

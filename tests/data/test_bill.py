@@ -104,9 +104,9 @@ def test_the_format_is_named_once(reason: str, shown: str) -> None:
 
 
 SOURCE_KEYS = {
-    "remarks", "columns", "temperature", "name", "path", "format", "reason", "rows", "documents", "tokens", "supervised", "held_out", "fates", "lengths",
-    "longest", "weight", "epochs", "passes", "share", "seconds", "cached", "fates_file", "percentiles", "learned_share",
-    "left_out", "tokens_per_second",
+    "remarks", "columns", "temperature", "name", "path", "format", "reason", "rows", "documents", "tokens",
+    "supervised", "held_out", "fates", "lengths", "longest", "weight", "epochs", "passes", "share", "seconds",
+    "cached", "fates_file", "percentiles", "learned_share", "left_out", "tokens_per_second",
 }  # fmt: skip
 
 

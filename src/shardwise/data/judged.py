@@ -24,7 +24,7 @@ def check_format(detected: Detected, purpose: Purpose, field: str, path: str) ->
         raise UserError(field, path, problem, remedy)
     if purpose not in JUDGED and found in JUDGED:
         problem = f"the rows are {found} data, which say what to prefer, not what to write"
-        remedy = f"set {JUDGED[found]} to learn what to prefer; or, to learn the good answers alone, {_good(detected)}"
+        remedy = f"use {JUDGED[found]} to learn what to prefer; or, to learn the good answers alone, {_good(detected)}"
         raise UserError(field, path, problem, remedy)
 
 

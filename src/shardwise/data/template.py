@@ -362,7 +362,8 @@ class _Search:
 
     def _begin(self, index: int, manner: _Manner) -> int:
         if index == 0:
-            raise RowFault("the conversation begins with the assistant", "begin with a user or system message")
+            remedy = 'begin with a user or system message, or give this one "weight": 0, so that it is not learned'
+            raise RowFault("the conversation begins with the assistant", remedy)
         limit = self.ends.get(index, len(self.text))
         for place, prompt in self._prompts(index, manner):
             for forced in ("", manner.forced):
