@@ -117,8 +117,8 @@ def test_the_right_format_is_named(row: dict[str, Any], settings: dict[str, Any]
     [
         (
             {"prompt": "q", "chosen": "a", "rejected": "b"},
-            "use objective: dpo (or orpo) to learn what to prefer; or, to learn the good answers alone, fields: {prompt: "
-            "prompt, completion: chosen}",
+            "use objective: dpo (or orpo) to learn what to prefer; or, to learn the good answers alone, fields: "
+            "{prompt: prompt, completion: chosen}",
         ),
         ({"prompt": "q", "chosen": [USER, SAID], "rejected": [USER, SAID]}, "fields: {messages: chosen}"),
         ({"prompt": "q", "completion": "a", "label": True}, "objective: kto"),

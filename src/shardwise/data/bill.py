@@ -68,9 +68,10 @@ def coarse(histogram: Sequence[int], bars: int) -> list[tuple[int, int, int]]:
 def remedy_of(fate: str, longest: int) -> str:
     """What to do where most rows of a source have this fate."""
     repeats = "its rows repeat each other or those of a source before it: leave it out, or set data.refine.duplicates"
+    longer = f"raise data.sequence_length (the longest row has {longest:,} tokens)"
     remedies = {
-        "dropped": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
-        "truncated": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+        "dropped": f"{longer}, or set data.over_length to truncate or split",
+        "truncated": longer,
         "skipped": "mend the rows, or the format and fields of the source",
         "filtered": "loosen data.refine.filter",
         "contaminated": "take rows that are not in the eval sources",

@@ -384,7 +384,8 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
 def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
     """With the reason of the first row of the commonest fate: that is mostly the reason of all."""
     said = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
-    problem = f"none of its {total.rows} rows has a token to learn ({said})"
+    few = "its only row has no" if total.rows == 1 else f"none of its {total.rows} rows has a"
+    problem = f"{few} token to learn ({said})"
     if not total.fates:
         return UserError(spec.field, spec.source.path, problem, "check the file, or leave the source out")
     fate = total.fates.most_common(1)[0][0]
