@@ -19,7 +19,7 @@ from support.tiny import CHATML
 from shardwise.config.schema import Data
 from shardwise.data import prepare, tokenise
 from shardwise.data.prepare import Prepared, prepare_data
-from shardwise.data.store import TokenStore
+from shardwise.data.store import TokenStore, fail
 from shardwise.errors import UserError
 
 Write = Callable[..., str]
@@ -375,7 +375,9 @@ def test_a_process_of_its_own_makes_the_same(
     said: list[tuple[int, int, int | None, int]] = []
     settings = data(path, eval="10%", workers=workers)
     apart = prepare_data(settings, tokenizer, 0, tell=lambda *figures: said.append(figures))
-    assert len(set(said)) == apart.train[0].store.wait()["chunks"] > 1, "told again only while one takes long"
+    assert len({told for told in said if told[1]}) == apart.train[0].store.wait()["chunks"] > 1, (
+        "told again only while one takes long"
+    )
     assert said[-1] == (0, 5000, 5000, facts(apart)["tokens"]) and said[0][1] < 5000
     monkeypatch.setattr(prepare, "INLINE", 1 << 30)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "inline"))
@@ -456,3 +458,14 @@ def test_ctrl_c_ends_the_process_that_tokenises(
     with pytest.raises(KeyboardInterrupt):
         prepare_data(data(write("a.jsonl", [qa("q", "a")] * 3)), tokenizer, 0)
     assert not [p for p in (cache / "data").glob("*-*") if p.is_dir()]
+
+
+def test_last_words_of_a_process_are_heard(tmp_path: Path) -> None:
+    """It says why it fails and goes while a reader looks: that is not a death without a reason."""
+
+    def goes() -> bool:
+        fail(tmp_path, UserError("data.train.0", "a.jsonl:3", "is bad", "mend it"))
+        return False
+
+    with pytest.raises(UserError, match="is bad"):
+        TokenStore(tmp_path, goes).ready(0)
