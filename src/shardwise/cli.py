@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.errors import Interrupted, RunFailed, UserError
+from shardwise.errors import Interrupted, RunFailed, UserError, UserErrors
 
 app = typer.Typer(
     name="shardwise",
@@ -132,9 +132,14 @@ def data(
     Nothing is trained. Leaves with 2 if the data would fail the run.
     """
     from shardwise.config.load import load_run
-    from shardwise.data.command import show_data
+    from shardwise.data.command import print_failure, show_data
 
-    loaded = load_run(run_file, overrides or ())
+    try:
+        loaded = load_run(run_file, overrides or ())
+    except UserError as error:
+        if as_json:
+            print_failure(error.errors if isinstance(error, UserErrors) else [error])
+        raise
     raise typer.Exit(show_data(loaded.run, run_file.name, rows, row or [], html, as_json))
 
 
@@ -444,7 +449,8 @@ def main(argv: list[str] | None = None) -> Any:
     except (UserError, RunFailed, Interrupted) as error:
         if _has_the_word(error):
             label = "" if isinstance(error, Interrupted) else "error: "
-            print(f"{label}{error}", file=sys.stderr, flush=True)
+            for one in error.errors if isinstance(error, UserErrors) else [error]:
+                print(f"{label}{one}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was written", file=sys.stderr)

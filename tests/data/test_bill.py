@@ -104,9 +104,9 @@ def test_the_format_is_named_once(reason: str, shown: str) -> None:
 
 
 SOURCE_KEYS = {
-    "name", "path", "format", "reason", "rows", "documents", "tokens", "supervised", "held_out", "fates", "lengths",
-    "longest", "weight", "epochs", "passes", "share", "seconds", "cached", "fates_file", "percentiles", "learned_share",
-    "left_out", "tokens_per_second",
+    "remarks", "columns", "temperature", "name", "path", "format", "reason", "rows", "documents", "tokens",
+    "supervised", "held_out", "fates", "lengths", "longest", "weight", "epochs", "passes", "share", "seconds",
+    "cached", "fates_file", "percentiles", "learned_share", "left_out", "tokens_per_second",
 }  # fmt: skip
 
 
@@ -234,7 +234,10 @@ def test_the_bill_fits_the_terminal(tmp_path: Path, width: int) -> None:
     table = text[: text.index("packing:")]
     assert all(cell_len(line) <= width for line in table.splitlines())
     assert "300,000" in table and "40.0%" in table, "tokens and the learned share are shown at any width"
-    assert ("documents" in table) == (width == 200)
+    lines = [line.replace("left out", "left-out").split() for line in table.splitlines() if line.startswith("source ")]
+    heads = "rows documents tokens learned mixture left-out median 99% longest tokens/s"
+    assert sorted(head for line in lines for head in line[1:]) == sorted(heads.split()), "none is missing at any width"
+    assert (len(lines) == 1) == (width == 200)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

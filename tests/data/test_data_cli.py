@@ -52,7 +52,9 @@ def test_the_bill_and_two_examples_of_each_source(run: Path, capsys: pytest.Capt
     assert "⟦answer 0<|im_end|>⟧" in out and "packing: " in out and "split over" in out
     assert "\x1b" not in out + err and "\u202e" not in out and "<U+001B>[2J[bold]x[/bold]<U+202E>" in out
     assert not (run.parent / "out").exists(), "nothing of the run itself is written"
-    assert call(capsys, run)[1] == out, "the same rows every time"
+    again = call(capsys, run)[1]
+    assert again.partition("tokenizer ")[0] == out.partition("tokenizer ")[0], "the same rows every time"
+    assert "cached" in again and call(capsys, run)[1] == again
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,75 @@ def test_a_template_that_never_stops_fails(tmp_path: Path, capsys: pytest.Captur
     values["model"]["tokenizer"] = str(tmp_path / "endless")
     code, _, err = call(capsys, cli.write_run(tmp_path, values))
     assert code == 2 and "would never learn to stop" in err
+
+
+def test_mistakes_in_the_settings_of_all_sources(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = "data.train=[{path: a.jsonl, format: chatt, weight: -1}, {path: b.jsonl, nmae: 3}]"
+    code, out, err = call(capsys, run, wrong, "--json")
+    fields = ["data.train.0.format", "data.train.0.weight", "data.train.1.nmae"]
+    assert code == 2 and [p["field"] for p in json.loads(out)["problems"]] == fields
+    assert err.count("error: ") == 3 and "did you mean chat?" in err and "name" in err
+    code, out, err = call(capsys, run, wrong, "train.lr=3")
+    assert code == 2 and out == "" and "train.lr" in err, "a mistake elsewhere is the first to be told"
+
+
+def test_rows_of_tables_and_of_one_long_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    values = [qa(f"q{n}", f"cell {n}") for n in range(5)]
+    parquet.write_table(pa.Table.from_pylist(values), run.parent / "t.parquet")
+    (run.parent / "one.json").write_text(json.dumps(values))
+    for name in ("t.parquet", "one.json"):
+        for place in (f"{name}:3", run.parent / f"{name}:3", f"{name} row 3"):
+            code, out, _ = call(capsys, run, f"data.train={name}", "--row", place)
+            assert code == 0 and "⟦cell 2" in out and f"{name} row 3" in out
+    code, out, _ = call(capsys, run, "--row", run.parent / "chat.jsonl:7")
+    assert code == 0 and "answer 6" in out
+
+
+def test_ctrl_c_says_that_it_stopped(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwise.data.command.survey", interrupted)
+    code, out, err = call(capsys, run)
+    assert code == 130 and out == "" and err.startswith("stopped; what was tokenised so far is kept")
+
+
+def test_a_name_with_brackets(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.parent / "chat.jsonl").rename(run.parent / "chat[1].jsonl")
+    code, out, _ = call(capsys, run, "data.train=chat[1].jsonl", "--rows", "0")
+    assert code == 0 and "chat[1]  chat: the rows have messages" in out
+
+
+def test_columns_that_one_source_lacks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scored = rows(run.parent / "scored.jsonl", *({"text": f"scored {n}", "score": n} for n in range(10)))
+    plain = rows(run.parent / "plain.jsonl", *({"text": f"plain {n}"} for n in range(10)))
+    sources = f"data.train=[{scored}, {plain}]"
+    code, _, err = call(capsys, run, sources, 'data.refine={filter: "score > 7"}')
+    assert code == 2 and "plain.jsonl has a column score" in err and "score is None or … keeps their rows" in err
+    code, out, _ = call(capsys, run, sources, 'data.refine={filter: "score is None or score > 7"}')
+    assert code == 0 and "it has no score, which data.refine.filter takes for None" in out
+    assert "scored: data.refine leaves out 80.0% of its rows (8 filtered)" in out
+
+
+def test_epochs_and_weight_and_temperature(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = "data.train=[{path: chat.jsonl, epochs: 2, weight: 3}, {path: notes.md}, {path: run.yaml, format: text}]"
+    code, out, _ = call(capsys, run, sources, "data.temperature=3")
+    assert code == 0 and "epochs 2: each row comes up 2 times" in out and "weight 1, temperature 3" not in out
+    assert "chat: has both epochs (2) and weight (3): epochs decides" in out
+    sources = "data.train=[{path: chat.jsonl}, {path: notes.md}]"
+    assert "weight 1, temperature 3: each row comes up" in call(capsys, run, sources, "data.temperature=3")[1]
+
+
+def test_empty_files_and_single_rows_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.parent / "chat2.jsonl").touch()
+    code, out, _ = call(capsys, run, "data.train=[chat*.jsonl, notes.md]", "data.eval=10%")
+    assert code == 0 and "1 file is empty (chat2.jsonl)" in out
+    assert "notes: has a single row, which is trained on; nothing of it is held out" in out
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

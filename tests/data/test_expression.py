@@ -248,9 +248,20 @@ def test_deep_rows() -> None:
 
 def test_unknown_column_is_found_in_the_first_rows() -> None:
     rows = [{"lang": "en"}, {"lang": "de", "score": 1}]
-    Expression("lang == 'en' and score and any(x for x in row.x) and text and turns").check_columns(rows)
-    with pytest.raises(UserError, match="did you mean lang"):
-        Expression("lnag == 'en'").check_columns(rows)
+    Expression("lang == 'en' and score and any(x for x in row.x) and text and turns").check_columns(rows, "a.jsonl")
+    with pytest.raises(UserError, match=r"no row at the beginning of a\.jsonl .*\n.*did you mean lang"):
+        Expression("lnag == 'en'").check_columns(rows, "a.jsonl")
+
+
+def test_a_column_that_some_sources_lack() -> None:
+    with pytest.raises(UserError, match=r"score is None or … keeps their rows"):
+        Expression("score > 3").check_columns([{"text": "x"}], "b.jsonl")
+    guarded = Expression("score is None or score > 3")
+    assert guarded.check_columns([{"text": "x"}], "b.jsonl") == ["score"]
+    assert guarded.check_columns([{"score": 1}], "a.jsonl") == []
+    assert guarded.matches({"text": "x"}, EXAMPLE) and not guarded.matches({"score": 1}, EXAMPLE)
+    with pytest.raises(UserError):
+        Expression("score is True or score == 3").check_columns([{"text": "x"}], "b.jsonl")
 
 
 def test_the_config_names_the_place(tmp_path: Path) -> None:

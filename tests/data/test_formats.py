@@ -18,6 +18,7 @@ from shardwise.config.schema import Source
 from shardwise.data.examples import BadRow, Example, Raw
 from shardwise.data.files import chunk_tasks, read_chunk
 from shardwise.data.formats import FORMATS, Detected, detect, understand
+from shardwise.data.judged import check_format
 from shardwise.errors import UserError
 
 Write = Callable[..., str]
@@ -83,6 +84,56 @@ def test_reason_is_a_sentence_for_the_user() -> None:
     rows = [{"text": "x"}] * 9 + [{"other": 1}]
     assert found(rows).reason == "text: 90% of the first 10 rows have text; not used: other"
     assert found([{"body": "x"}], format="text").reason == "text, as set: the rows have body (as text)"
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "remedy"),
+    [
+        (
+            {"question": "x", "answer": "y"},
+            {"format": "chat"},
+            "set format: alpaca with fields: {instruction: question, output: answer} to make turns of them, or format: "
+            "prompt to join them as they stand",
+        ),
+        ({"text": "x"}, {"format": "chat"}, "set format: text, which these rows are, or leave it to auto"),
+        ({"messages": [USER, SAID]}, {"format": "text"}, "set format: chat, which these rows are"),
+        (
+            {"instruction": "x", "output": "y"},
+            {"format": "prompt"},
+            "fields: {prompt: instruction, completion: output}",
+        ),
+        ({"a": "x", "b": "y"}, {"format": "prompt"}, "e.g. fields: {prompt: a, completion: b}"),
+        ({"question": "x", "b": "y"}, {"fields": {"prompt": "questoin", "completion": "b"}}, "{prompt: question}?"),
+    ],
+)
+def test_the_right_format_is_named(row: dict[str, Any], settings: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        found([row], **settings)
+    assert remedy in caught.value.remedy and next(iter(row)) in caught.value.problem
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            "use objective: dpo (or orpo) to learn what to prefer; or, to learn the good answers alone, fields: "
+            "{prompt: prompt, completion: chosen}",
+        ),
+        ({"prompt": "q", "chosen": [USER, SAID], "rejected": [USER, SAID]}, "fields: {messages: chosen}"),
+        ({"prompt": "q", "completion": "a", "label": True}, "objective: kto"),
+    ],
+)
+def test_judged_rows_for_plain_fine_tuning(row: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_format(found([row]), "causal", "data.train.0", "a.jsonl")
+    assert remedy in caught.value.remedy
+
+
+def test_parts_of_a_text_do_not_run_together() -> None:
+    parts = [{"type": "text", "text": text} for text in ("one", "two ", "three", "\nfour")]
+    taken = example({"messages": [{"role": "user", "content": parts}, SAID]})
+    assert taken.messages[0]["content"] == "one\ntwo three\nfour"
 
 
 def test_a_few_bad_rows_do_not_change_the_format() -> None:
@@ -155,7 +206,7 @@ def test_other_columns_are_ignored() -> None:
     [
         ('{"text": "a"', "not JSON"),
         ("[1, 2]", "this is a list"),
-        ('"words"', "this is a str"),
+        ('"words"', "this is text"),
         ("{}", "its keys: none"),
         ('{"prompt": "a", "completion": "b"}', "its keys: completion, prompt"),
         ('{"messages": []}', "at least one message"),

@@ -66,7 +66,7 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
     "mt5": T5,
     "bart": STACKS,
     "mbart": STACKS,
-    "pegasus": STACKS,
+    "pegasus": {key: value for key, value in STACKS.items() if key != "bos_token_id"},
 }
 OF = {"causal": CAUSAL, "masked": MASKED, "seq2seq": SEQ2SEQ}
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
 from shardwise.config.section import Clash
-from shardwise.errors import UserError
+from shardwise.errors import UserError, UserErrors
 
 _EXAMPLES = {
     "model": "add e.g. model: smollm2-135m-instruct",
@@ -47,9 +47,31 @@ _MARKERS |= {"named", *DEEPSPEED_SCHEDULES}
 
 
 def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserError:
-    """One message for the first mistake: the field as written, its place, and the nearest thing that would be right."""
+    """One message for the first mistake: the field as written, its place, and the nearest thing that would be right.
+
+    Sources are written one like the other, so of them all mistakes are told.
+    """
     details = error.errors()
     first = min(details, key=_priority)
+    if not _of_source(first):
+        return _explain_one(first, details, origin, base)
+    others = [d for d in details if not _of_source(d)]
+    firsts: dict[str, Any] = {}
+    for detail in sorted(filter(_of_source, details), key=_priority):
+        firsts.setdefault(_field_path(detail["loc"]), detail)
+    found: list[UserError] = []
+    for path in sorted(firsts):
+        same = [d for d in details if _field_path(d["loc"]) == path]
+        found.append(_explain_one(firsts[path], [*same, *([] if found else others)], origin, base))
+    return found[0] if len(found) == 1 else UserErrors(found)
+
+
+def _of_source(detail: Any) -> bool:
+    """Whether a complaint is about a setting of one of the data's sources."""
+    return re.match(r"data\.(train|eval)\.\d+(\.|$)", _field_path(detail["loc"])) is not None
+
+
+def _explain_one(first: Any, details: list[Any], origin: dict[str, str], base: str) -> UserError:
     path = _field_path(first["loc"])
     others = {_field_path(d["loc"]) for d in details} - {path}
     more = f" (and {len(others)} more mistake{'s' * (len(others) > 1)})" if others else ""

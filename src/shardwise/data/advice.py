@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.data.bill import CHAT, LOST, REPEATS, Bill, SourceBill, remedy_of
+from shardwise.data.bill import CHAT, LOST, REFINED, REPEATS, Bill, SourceBill, remedy_of
+from shardwise.data.remarks import explained
+from shardwise.data.visible import counted
 from shardwise.errors import UserError
 
 LEAST_LEARNED, MOST_LEARNED = 0.02, 0.99
-MOST_LOST, MOST_REPEATS = 0.05, 0.20
+MOST_LOST, MOST_REPEATS, MOST_REFINED = 0.05, 0.20, 0.50
 LEAST_FULL = 0.90
 LEAST_SHARE = 0.01
 FAR = 2  # times sequence_length
@@ -63,13 +65,18 @@ def warnings(bill: Bill) -> list[Notice]:
     found: list[Notice] = []
     for source in bill.sources:
         if source.supervised:
-            found += _learned(source, bill) + _left_out(source) + _long(source, bill)
+            found += _learned(source, bill) + _remarks(source) + _left_out(source) + _long(source, bill)
     if len(bill.train) > 1:
         found += [
             Notice("share", s.name, f"is {_percent(s.share)} of the mixture, which will hardly be noticed; raise its "
                                     "weight or epochs, or data.temperature")
             for s in bill.train if s.supervised and s.share < LEAST_SHARE
         ]  # fmt: skip
+    found += [
+        Notice("mixture", s.name, f"has both epochs ({s.epochs:g}) and weight ({s.weight:g}): epochs decides, and the "
+                                  "weight has no effect; remove one of them")
+        for s in bill.train if s.epochs is not None and s.weight != 1.0
+    ]  # fmt: skip
     return found + _packing(bill) + _evaluation(bill)
 
 
@@ -86,6 +93,11 @@ def _learned(source: SourceBill, bill: Bill) -> list[Notice]:
     return []
 
 
+def _remarks(source: SourceBill) -> list[Notice]:
+    sentences = explained(source.remarks, source.rows, source.format, source.columns)
+    return [Notice("rows", source.name, text) for text in sentences.values()]
+
+
 def _left_out(source: SourceBill) -> list[Notice]:
     found, rows = [], max(1, source.rows)
     lost, repeats = source.lost(LOST), source.lost(REPEATS)
@@ -93,6 +105,11 @@ def _left_out(source: SourceBill) -> list[Notice]:
         parts = ", ".join(f"{source.fates[fate]:,} {fate}" for fate in LOST if source.fates.get(fate))
         text = f"{_percent(lost / rows)} of its rows do not go in whole ({parts})"
         found.append(Notice("left out", source.name, f"{text}; look at those that are listed"))
+    refined = source.lost(REFINED)
+    if refined / rows > MOST_REFINED:
+        parts = ", ".join(f"{source.fates[fate]:,} {fate}" for fate in REFINED if source.fates.get(fate))
+        text = f"data.refine leaves out {_percent(refined / rows)} of its rows ({parts})"
+        found.append(Notice("refined", source.name, f"{text}; look at those that are listed, and loosen it if need be"))
     if repeats / rows > MOST_REPEATS:
         text = f"{_percent(repeats / rows)} of its rows repeat others ({repeats:,} of {source.rows:,}) and are left out"
         found.append(Notice("duplicates", source.name, f"{text}; look at how the file was made"))
@@ -144,11 +161,17 @@ def _evaluation(bill: Bill) -> list[Notice]:
         for s in bill.eval if s.path in trained
     ]  # fmt: skip
     held = sum(source.held_out for source in bill.train)
+    if held:  # a share is held out of every source but these
+        same += [
+            Notice("evaluation", s.name, "has a single row, which is trained on; nothing of it is held out")
+            for s in bill.train if s.rows == 1
+        ]  # fmt: skip
     if not bill.eval and 0 < held < FEW_EVAL:
-        text = f"only {held} rows are held out for evaluation: its loss will jump about by chance"
-        return [Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own")]
+        text = f"only {counted(held, 'row is', 'rows are')} held out for evaluation: its loss will jump about by chance"
+        same.append(Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own"))
     return same + [
-        Notice("evaluation", s.name, f"only {s.rows} rows to evaluate on: the loss will jump about by chance; add rows")
+        Notice("evaluation", s.name, f"only {counted(s.rows, 'row', 'rows')} to evaluate on: the loss will jump about "
+                                     "by chance; add rows")
         for s in bill.eval if 0 < s.rows < FEW_EVAL
     ]  # fmt: skip
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Source
+from shardwise.data.remarks import Count
 
 VERSION = 1  # of the JSON; raised when a key changes its meaning or goes
 # Every length up to 16, then 8 bins per power of two, up to 2^31.
@@ -25,6 +26,7 @@ LENGTH_EDGES = (*range(16), *((8 + part) << power for power in range(1, 28) for 
 LOST = ("skipped", "dropped", "truncated", "refused", "no supervised token")  # fates that nobody asked for
 PARTLY = ("truncated", "split")  # fates of rows that are learned all the same
 REPEATS = ("duplicate", "near duplicate")
+REFINED = ("filtered", "too short", "too long", *REPEATS, "contaminated")  # fates that data.refine brings
 CHAT = ("chat", "sharegpt", "alpaca", "prompt", "pair", "preference", "kto")  # formats in which a part is an answer
 
 
@@ -66,9 +68,10 @@ def coarse(histogram: Sequence[int], bars: int) -> list[tuple[int, int, int]]:
 def remedy_of(fate: str, longest: int) -> str:
     """What to do where most rows of a source have this fate."""
     repeats = "its rows repeat each other or those of a source before it: leave it out, or set data.refine.duplicates"
+    longer = f"raise data.sequence_length (the longest row has {longest:,} tokens)"
     remedies = {
-        "dropped": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
-        "truncated": f"raise data.sequence_length (the longest row has {longest:,} tokens)",
+        "dropped": f"{longer}, or set data.over_length to truncate or split",
+        "truncated": longer,
         "skipped": "mend the rows, or the format and fields of the source",
         "filtered": "loosen data.refine.filter",
         "contaminated": "take rows that are not in the eval sources",
@@ -96,10 +99,13 @@ class SourceBill:
     supervised: int
     held_out: int = 0
     fates: dict[str, int] = field(default_factory=dict)
+    remarks: dict[str, Count] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=no_lengths)
     longest: int | None = None
     weight: float = 1.0
     epochs: float | None = None
+    temperature: float = 1.0
     passes: float = 1.0
     share: float = 0.0
     seconds: float = 0.0
@@ -109,7 +115,8 @@ class SourceBill:
     @classmethod
     def from_facts(cls, source: Source, name: str, facts: dict[str, Any], **known: Any) -> SourceBill:
         """From the facts of a token store (done.json); `known`: held_out, passes, share, cached, fates_file."""
-        keys = ("format", "reason", "rows", "documents", "tokens", "supervised", "fates", "lengths", "longest")
+        names = ("rows", "documents", "tokens", "supervised", "fates", "remarks", "lengths", "longest")
+        keys = ("format", "reason", "columns", *names)
         values = {key: facts[key] for key in keys if key in facts} | {"seconds": float(facts.get("seconds", 0.0))}
         return cls(name=name, path=source.path, weight=source.weight, epochs=source.epochs, **(values | known))
 
@@ -127,6 +134,13 @@ class SourceBill:
         """The format and why it is taken for that."""
         said = self.reason.startswith(self.format) or not self.reason
         return self.reason or self.format if said else f"{self.format}: {self.reason}"
+
+    @property
+    def mixed_by(self) -> str:
+        """The setting that decides how often its rows come up."""
+        if self.epochs is not None:
+            return f"epochs {self.epochs:g}"
+        return f"weight {self.weight:g}" + (f", temperature {self.temperature:g}" if self.temperature != 1.0 else "")
 
     @property
     def left_out(self) -> int:
@@ -151,6 +165,7 @@ class SourceBill:
         """For other tools: the lengths as [smallest, largest, rows], empty bins left out."""
         values = asdict(self)
         values["lengths"] = [[*bin_range(index), count] for index, count in enumerate(self.lengths) if count]
+        values["remarks"] = {remark: {"rows": count, "first": at} for remark, (count, at) in self.remarks.items()}
         values["percentiles"] = {f"{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)}
         for key in ("learned_share", "left_out", "tokens_per_second"):
             values[key] = getattr(self, key)

@@ -18,7 +18,7 @@ from shardwise.data.page import write_page
 from shardwise.data.preview import MOST_TOKENS, Preview, Sample
 from shardwise.data.show import print_bill, print_notices, print_problems
 from shardwise.data.survey import Problems, Survey, bill_of, sample_at, samples_of, survey
-from shardwise.errors import UserError
+from shardwise.errors import Interrupted, UserError
 from shardwise.observe.tokenising import TokenisingProgress
 
 WHOLE = 8192  # tokens of a row that was asked for by place
@@ -39,8 +39,10 @@ def show_data(run: Run, title: str, rows: int, places: list[str], html: Path | N
     except Problems as failed:
         print_problems(failed.errors, errors)
         if as_json:
-            _print_json({"version": VERSION, "train": [], "eval": []}, [], failed.errors)
+            print_failure(failed.errors)
         return UserError.exit_code
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; what was tokenised so far is kept, and gone on from", 130) from None
     bill = bill_of(found)
     wrong, odd = problems(bill), warnings(bill)
     samples = _samples(found, rows, places)
@@ -58,6 +60,11 @@ def show_data(run: Run, title: str, rows: int, places: list[str], html: Path | N
     if html is not None:
         errors.print(f"the page lies in {html}", markup=False, highlight=False, soft_wrap=True)
     return UserError.exit_code if wrong else 0
+
+
+def print_failure(wrong: list[UserError]) -> None:
+    """The JSON of data of which there is no bill."""
+    _print_json({"version": VERSION, "train": [], "eval": []}, [], wrong)
 
 
 def _samples(found: Survey, rows: int, places: list[str]) -> list[Sample]:

@@ -144,7 +144,7 @@ def json_row(text: str | bytes, where: str, number: int, what: str) -> Raw | Bad
     except _Twice as error:
         return BadRow(where, number, f'has the key "{error}" twice', "keep one of them")
     except json.JSONDecodeError as error:
-        problem = f"this {what} is not JSON ({error.msg} at character {error.pos + 1})"
+        problem = f"this {what} is not JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
         if (b"\0" if isinstance(text, bytes) else "\0") in text:  # type: ignore[operator]
             problem = f"this {what} is not JSON: it holds NUL bytes (was the file written to its end?)"
         return BadRow(where, number, problem, f"mend or delete the {what}; each {what} is one JSON object")
@@ -157,9 +157,17 @@ def json_row(text: str | bytes, where: str, number: int, what: str) -> Raw | Bad
     return Raw(where, number, value)
 
 
+_CALLED = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+
+def called(value: Any) -> str:
+    """What a JSON value is, in words."""
+    return "null" if value is None else _CALLED.get(type(value), type(value).__name__)
+
+
 def not_a_row(value: Any, where: str, number: int) -> BadRow:
     """A row that has no columns."""
-    problem = f"a row must be a JSON object, this is a {type(value).__name__}"
+    problem = f"a row must be a JSON object, this is {called(value)}"
     return BadRow(where, number, problem, 'write {"messages": […]} or {"text": "…"} for each row')
 
 

@@ -57,6 +57,12 @@ class Encoded:
         begin, _ = encoding.token_to_chars(token)
         return int(token) if begin >= place else int(token) + 1
 
+    def reaches(self, place: int) -> int:
+        """Where the token ends that begins before this character and reaches beyond; the place itself if none does."""
+        token = self._encoding.char_to_token(place) if place < self._length else None
+        begin, end = (place, place) if token is None else self._encoding.token_to_chars(token)
+        return int(end) if begin < place else place
+
 
 class Joined:
     """Tokens of a text, joined from those of its pieces."""
@@ -70,12 +76,24 @@ class Joined:
 
     def first_from(self, place: int) -> int:
         """The first token that begins at this character or later."""
+        index, inside = self._locate(place)
+        return self._tokens[index] + sum(begin < inside for begin in self._pieces[index][1])
+
+    def reaches(self, place: int) -> int:
+        """Where the token ends that begins before this character and reaches beyond; the place itself if none does."""
+        index, inside = self._locate(place)
+        begins, length = self._pieces[index][1], len(self._texts[index])
+        if inside >= length or inside in begins:
+            return place
+        return self._places[index] + min((b for b in begins if b > inside), default=length)
+
+    def _locate(self, place: int) -> tuple[int, int]:
+        """The piece that a character is in, and at which place of it."""
         if not self._places:
             self._places = list(accumulate(map(len, self._texts), initial=0))
             self._tokens = list(accumulate(map(len, self._lists), initial=0))
         index = min(bisect_right(self._places, place), len(self._pieces)) - 1
-        inside = place - self._places[index]
-        return self._tokens[index] + sum(begin < inside for begin in self._pieces[index][1])
+        return index, place - self._places[index]
 
 
 class Encoder:

@@ -59,7 +59,8 @@ class Example:
 class Document:
     """Token ids and, for each, whether it is learned (the first never is: nothing predicts it).
 
-    `head` is a number that is stored before them and is no token, for purposes that need one (layout.py).
+    `head` is a number that is stored before them and is no token, for purposes that need one (layout.py); `remarks`
+    say what is odd about the row (remarks.py).
     """
 
     where: str
@@ -67,6 +68,7 @@ class Document:
     tokens: np.ndarray
     learned: np.ndarray
     head: int | None = None
+    remarks: tuple[str, ...] = ()
 
 
 class BadRow(Exception):

@@ -88,6 +88,7 @@ class Expression:
         except _Refused as refused:
             raise self._mistake(refused.problem, self._place(refused.node), refused.remedy) from None
         self.columns = builder.columns - {"row", "text", "turns"}
+        self.guarded = builder.guarded & self.columns
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Expression, (self.text, self.field)
@@ -108,16 +109,27 @@ class Expression:
             remedy = "mend the row, or the filter so that it fits all rows"
         raise BadRow(example.where, example.number, problem, remedy)
 
-    def check_columns(self, rows: Iterable[Any]) -> None:
-        """A name that none of the first rows has is a slip: it would be None for ever."""
+    def check_columns(self, rows: Iterable[Any], path: str) -> list[str]:
+        """A name that none of the first rows has is a slip (it would be None for ever), unless the filter asks for it.
+
+        Gives the names that are missing and may be.
+        """
         there: set[str] = set()
         for row in rows:
             there |= set(map(str, row)) if isinstance(row, Mapping) else set()
-        for name in sorted(self.columns - there):
+        missing = sorted(self.columns - there)
+        for name in missing:
+            if name in self.guarded:
+                continue
             near = difflib.get_close_matches(name, there, 1)
             known = f"did you mean {near[0]}? " if near else ""
-            remedy = f"{known}the columns are {', '.join(sorted(there)[:20]) or 'none, use text'}"
-            raise UserError(self.field, self.text, f"no row at the beginning has a column {name}", remedy)
+            remedy = (
+                f"{known}its columns are {', '.join(sorted(there)[:20]) or 'none, use text'}; where only some sources "
+            )
+            remedy += f"have it, say what becomes of the others: {name} is None or … keeps their rows"
+            problem = f"no row at the beginning of {path} has a column {name}"
+            raise UserError(self.field, self.text, problem, remedy)
+        return missing
 
     def _parse(self) -> ast.Expression:
         if len(self._source) > LONGEST:
@@ -161,6 +173,7 @@ class _Builder:
     def __init__(self, source: str) -> None:
         self.source = source
         self.columns: set[str] = set()
+        self.guarded: set[str] = set()  # columns that are compared with None, so they may be missing
         self.bound: list[str] = []
 
     def build(self, node: ast.expr) -> Step:
@@ -271,6 +284,8 @@ class _Builder:
                 isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool))
             ):
                 raise _Refused(right, "`is` compares with None, True and False only", "use ==")
+            if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(node.left, ast.Name) and _is_none(right):
+                self.guarded.add(node.left.id)
             tests.append(COMPARISONS[type(op)])
 
         def step(scope: _Scope) -> bool:
@@ -390,6 +405,10 @@ class _Builder:
                 raise Undecided(problem, "write it without repeats inside repeats") from None
 
         return step
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _turns(example: Example) -> int:

@@ -21,6 +21,7 @@ from shardwise.data import tables
 from shardwise.data.containers import CHUNK_ROWS, Part, Rows, cut_lines, cut_records, cut_texts
 from shardwise.data.jsonfile import cut_json, json_layout
 from shardwise.data.streams import Input, broken, plain_suffix
+from shardwise.data.visible import counted
 from shardwise.errors import UserError
 
 __all__ = [
@@ -118,6 +119,9 @@ def source_notes(source: Source, field: str) -> list[str]:
     if _is_hub(source):
         return [] if source.split else [f"split train of {tables.hub_name(source.path)} is taken"]
     files, notes = _find(source, field)
+    if empty := [str(file) for file in files if not file.stat().st_size]:
+        some = ", ".join(empty[:4]) + (" …" if len(empty) > 4 else "")
+        notes.append(f"{counted(len(empty), 'file is', 'files are')} empty ({some})")
     for file in files:
         if _kind(file) == "lines" and _begins_a_list(file, field):
             notes.append(f"{file}: not lines but one JSON list, and read as that")
@@ -172,11 +176,13 @@ def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
         _refuse(source, field, "subset", "streaming", *([] if _kind(path) == "json" else ["split"]))
         files = [path]
     if not files:
-        remedy = f"check the path, which is relative to {Path.cwd()}; read are {KNOWN}"
+        relative = "" if path.is_absolute() else f", which is relative to {Path.cwd()}"
+        remedy = f"check the path{relative}; read are {KNOWN}"
         raise UserError(field, source.path, "matches no file of a known kind", remedy)
     for file in files:
         if not file.is_file():
-            raise UserError(field, str(file), "there is no such file", f"paths are relative to {Path.cwd()}")
+            remedy = "check the path" if file.is_absolute() else f"check the path, which is relative to {Path.cwd()}"
+            raise UserError(field, str(file), "there is no such file", remedy)
         if not _kind(file):
             problem = f"files of kind {''.join(file.suffixes[-2:]) or '(no suffix)'} are not understood"
             raise UserError(field, str(file), problem, f"use {KNOWN}")

@@ -8,8 +8,9 @@ and nowhere else: a corpus with a column of topics is a corpus to other objectiv
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,7 @@ class Detected:
     format: str
     reason: str
     columns: dict[str, str] = field(default_factory=dict)
+    conversations: bool = False  # whether what is chosen is a whole conversation, not an answer alone
 
 
 # Detection
@@ -141,7 +143,9 @@ def detect(raws: Sequence[Raw], source: Source, field: str, purpose: Purpose = "
         raise _nothing_fits(rows, raws[0].where, source, field, purpose)
     name, columns = fits[0]
     reason = _reason(name, columns, rows, best, source, [other for other, _ in fits[1:]], purpose)
-    return Detected(name, reason, columns)
+    chosen = look_up(rows[0], columns.get("chosen", ""))
+    whole = isinstance(chosen, list) and len(chosen) > 1
+    return Detected(name, reason, columns, whole)
 
 
 def _check_fields(source: Source, field: str) -> None:
@@ -250,7 +254,8 @@ def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field:
             problem += f"; needed: {', '.join(FORMATS[source.format].needed)}"
         key = "fields" if source.fields else "format"
         value: Any = source.fields or source.format
-        return UserError(f"{field}.{key}", value, problem, "map them, a.b for nested: fields: {our name: their column}")
+        remedy = _other_columns(source, counts) if source.fields else _other_format(rows, texts, source, purpose)
+        return UserError(f"{field}.{key}", value, problem, remedy)
     problem = f"no format fits the rows (the columns of {where}: {columns})"
     if purpose == "classify":
         others = [c for c in counts if c not in texts[:1]]
@@ -263,6 +268,38 @@ def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field:
     else:
         example = f"{{text: {texts[0] if texts else 'column'}}}"
     return UserError(field, source.path, problem, f"say which column is what, e.g. fields: {example}")
+
+
+def _other_columns(source: Source, there: Iterable[str]) -> str:
+    """What to write in `fields`, whose columns no row has."""
+    known = [str(column) for column in there]
+    for name, column in source.fields.items():
+        if column.split(".")[0] not in known and (near := difflib.get_close_matches(column, known, 1)):
+            return f"did you mean fields: {{{name}: {near[0]}}}?"
+    return "name columns that the rows have, a.b for nested: fields: {our name: their column}"
+
+
+def _other_format(rows: list[dict[str, Any]], texts: list[str], source: Source, purpose: Purpose) -> str:
+    """What to set where rows are not of the format that was named: one that fits, or columns that might be meant."""
+    free = source.model_copy(update={"format": "auto"})
+    names = ["label"] if purpose == "classify" else [name for name in FORMATS if name != "label"]
+    fits = [(share, name, columns) for name in names for columns, share in [_fit(name, rows, free)] if columns]
+    wanted = FORMATS[source.format].needed
+    if not fits:
+        columns = texts[: len(wanted)] if len(texts) >= len(wanted) else ["column"] * len(wanted)
+        mapped = ", ".join(f"{name}: {column}" for name, column in zip(wanted, columns, strict=True))
+        return f"map them, a.b for nested, e.g. fields: {{{mapped}}}"
+    _, name, found = max(fits, key=lambda fit: fit[0])
+    columns = [found[key] for key in FORMATS[name].needed]
+    other = f"set format: {name}, which these rows are, or leave it to auto"
+    if source.format in ("chat", "sharegpt") and name in ("prompt", "pair"):
+        mapped = f"{{instruction: {columns[0]}, output: {columns[1]}}}"
+        turns = f"set format: alpaca with fields: {mapped} to make turns of them"
+        return f"{turns}, or format: {name} to join them as they stand"
+    if len(columns) == len(wanted) == 2:
+        mapped = f"{{{wanted[0]}: {columns[0]}, {wanted[1]}: {columns[1]}}}"
+        return f"{other}; or keep format: {source.format} and map them: fields: {mapped}"
+    return other
 
 
 # Understanding

@@ -38,32 +38,45 @@ ROW_LISTS = ("messages", "conversations", "conversation", "dialogue", "dialog", 
 
 @dataclass(frozen=True)
 class Values:
-    """JSON values with the lines at which they begin."""
+    """JSON values with their places: the line, or for those that share a line the number of the row."""
 
     path: str
-    values: tuple[tuple[int, bytes], ...]
+    values: tuple[tuple[str, bytes], ...]
 
     @property
     def rows(self) -> int:
         return len(self.values)
 
     def read(self, first: int) -> Rows:
-        for number, (line, text) in enumerate(self.values, first):
+        for number, (place, text) in enumerate(self.values, first):
             if len(text) > MAX_ROW:
-                yield next(too_long(f"{self.path}:{line}", "value").read(number))
+                yield next(too_long(f"{self.path}{place}", "value").read(number))
             else:
-                yield json_row(text, f"{self.path}:{line}", number, "value")
+                yield json_row(text, f"{self.path}{place}", number, "value")
+
+
+def _places(values: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """`:LINE` for a value that begins on a line of its own, ` row NUMBER` for others."""
+    before, held = 0, None
+    for number, value in enumerate(values):
+        if held is not None:
+            shared = held[0] in (before, value[0])
+            yield f" row {number}" if shared else f":{held[0]}", held[1]
+            before = held[0]
+        held, last = value, number
+    if held is not None:
+        yield f" row {last + 1}" if held[0] == before else f":{held[0]}", held[1]
 
 
 def cut_values(path: str, values: Iterable[tuple[int, bytes]]) -> Iterator[Values]:
     """Chunks of JSON values."""
-    held: list[tuple[int, bytes]] = []
+    held: list[tuple[str, bytes]] = []
     size = 0
-    for line, text in values:
+    for place, text in _places(values):
         if len(held) == CHUNK_ROWS or (held and size + len(text) > CHUNK_BYTES):
             yield Values(path, tuple(held))
             held, size = [], 0
-        held.append((line, text))
+        held.append((place, text))
         size += len(text)
     if held:
         yield Values(path, tuple(held))

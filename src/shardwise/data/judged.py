@@ -8,13 +8,15 @@ import numpy as np
 
 from shardwise.config.objectives import Purpose
 from shardwise.data.examples import Document
+from shardwise.data.formats import Detected
 from shardwise.errors import UserError
 
 JUDGED = {"preference": "objective: dpo (or orpo)", "kto": "objective: kto"}  # purposes, and who has them
 
 
-def check_format(found: str, purpose: Purpose, field: str, path: str) -> None:
+def check_format(detected: Detected, purpose: Purpose, field: str, path: str) -> None:
     """Rows that say what to prefer are for objectives that prefer, and the other way round."""
+    found = detected.format
     if purpose in JUDGED and found != purpose:
         columns = "prompt, chosen and rejected" if purpose == "preference" else "prompt, completion and label"
         problem = f"the rows are {found} data, but the objective needs rows with {columns}"
@@ -22,9 +24,19 @@ def check_format(found: str, purpose: Purpose, field: str, path: str) -> None:
         raise UserError(field, path, problem, remedy)
     if purpose not in JUDGED and found in JUDGED:
         problem = f"the rows are {found} data, which say what to prefer, not what to write"
-        good = "format: chat with fields: {messages: chosen}"
-        remedy = f"use {JUDGED[found]} to learn what to prefer, or take the good answers alone, for example {good}"
+        remedy = f"use {JUDGED[found]} to learn what to prefer; or, to learn the good answers alone, {_good(detected)}"
         raise UserError(field, path, problem, remedy)
+
+
+def _good(detected: Detected) -> str:
+    """What makes plain examples of rows that are judged."""
+    columns = detected.columns
+    if detected.format == "kto":
+        return f"format: prompt and data.refine.filter: {columns.get('label', 'label')}"
+    chosen = columns.get("chosen", "chosen")
+    if detected.conversations or "prompt" not in columns:
+        return f"format: chat with fields: {{messages: {chosen}}}"
+    return f"fields: {{prompt: {columns['prompt']}, completion: {chosen}}}"
 
 
 def truncated(pair: Document, limit: int) -> Document | None:

@@ -17,7 +17,7 @@ ROLES |= dict.fromkeys(["gpt", "bot", "model", "ai", "chatgpt", "bard", "bing", 
 ROLES |= dict.fromkeys(["developer"], "system")
 ROLES |= dict.fromkeys(["function", "observation", "tool_response", "function_response", "ipython"], "tool")
 CALLS = {"function_call", "tool_call", "tool_calls"}  # ShareGPT turns whose text is a call as JSON
-KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # strings that templates know
+KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # strings that templates know
 TEXT_PARTS = {"text", "input_text", "output_text"}
 MEDIA = ("image", "audio", "video", "file")
 
@@ -127,7 +127,7 @@ def _content(content: Any, speaker: str, calls: bool, role_key: str, content_key
     if isinstance(content, str):
         return whole(content)
     if isinstance(content, list) and (speaker != "tool" or all(isinstance(p, dict) and "type" in p for p in content)):
-        return whole("".join(_part(part) for part in content))
+        return whole(_joined([_part(part) for part in content]))
     if isinstance(content, dict) and ("type" in content or speaker != "tool"):
         return whole(_part(content))
     if speaker == "tool" and isinstance(content, (dict, list)):
@@ -135,6 +135,14 @@ def _content(content: Any, speaker: str, calls: bool, role_key: str, content_key
     if absent(content) and calls:
         return ""
     raise Misfit(_NEEDS.format(role_key, content_key), "give it a text, or delete the row")
+
+
+def _joined(parts: list[str]) -> str:
+    """Parts of a text, on lines of their own unless they bring the blank between them along."""
+    text = ""
+    for part in parts:
+        text += f"\n{part}" if text[-1:].strip() and part[:1].strip() else part
+    return text
 
 
 def _part(part: Any) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, floor
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -285,7 +285,8 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 def _words(path: str) -> list[str]:
     """The words of a path, without patterns, kinds of file and compression."""
     words = [w for w in PurePosixPath(path.removeprefix("hf:").replace("\\", "/")).parts if w not in ("/", "..", "~")]
-    words = [w for w in words if not re.search(r"[*?\[]", w)] or ["data"]
+    if not Path(path).expanduser().exists():  # a file may be called a[1].jsonl
+        words = [w for w in words if not re.search(r"[*?\[]", w)] or ["data"]
     last = re.sub(r"\.(gz|zst|bz2|xz)$", "", words[-1])
     return [*words[:-1], re.sub(r"(?<=.)\.[A-Za-z][A-Za-z0-9]*$", "", last)]
 

@@ -128,12 +128,11 @@ def _mixture(sources: Sequence[SourceBill]) -> str:
     rows = []
     for source in sources:
         passes = f"each row {source.passes:.3g} × in an epoch"
-        asked = f"epochs {source.epochs:g}" if source.epochs is not None else f"weight {source.weight:g}"
         width = max(0.4, min(100.0, source.share * 100))
         rows.append(
             f'<div class="mix"><span class="name"><bdi>{_text(source.name)}</bdi></span>'
             f'<span class="bar"><i style="width:{width:.2f}%"></i></span>'
-            f'<span class="figure">{source.share:.1%}</span><small>{asked}, {passes}</small></div>'
+            f'<span class="figure">{source.share:.1%}</span><small>{source.mixed_by}, {passes}</small></div>'
         )
     return f'<section class="card"><h2>Mixture, by tokens</h2>{"".join(rows)}</section>'
 

@@ -8,9 +8,11 @@ waits for all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,13 +30,15 @@ from shardwise.config.schema import Data, Refine
 from shardwise.data.files import content_digest, count_rows, source_files
 from shardwise.data.fingerprint import template_fingerprint
 from shardwise.data.mixing import ORDER, SourceStream, source_names
-from shardwise.data.store import TokenStore
+from shardwise.data.store import POLL, TokenStore
 from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary, source_bytes
 from shardwise.errors import UserError
 from shardwise.launch.cpu import usable_cores
 
-FORMAT = 5  # raised when the same rows give other tokens or masks
+FORMAT = 6  # raised when the same rows give other tokens or masks
 INLINE = 8 << 20  # bytes of source files that are tokenised on the spot
+BEAT = 1.0  # seconds without a finished chunk after which the progress is told again
+LITTER = 60.0  # seconds after which a folder of work whose owner holds no lock is litter
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ def _make(
     """Makes what is missing, here or in a process of its own; gives what tells whether somebody is still at it."""
     lock = cache_root() / "data" / f"{folders[0].name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(lock.parent)
     say("reading and tokenising the data")
     if sum(source_bytes(spec) for spec in specs) <= INLINE:
         with FileLock(lock):
@@ -190,8 +195,35 @@ def _make(
             child.poll()  # lets go of one that has ended
         return _held(lock)
 
-    _follow(specs, folders, alive, early, tell)
+    try:
+        _follow(specs, folders, alive, early, tell)
+    except KeyboardInterrupt:
+        if child is not None:
+            _stop(child, lock)
+        raise
     return alive
+
+
+def _stop(child: subprocess.Popen[bytes], lock: Path) -> None:
+    """Ends a process of ours that nobody waits for any more; its workers see that by themselves, and hold the lock."""
+    child.terminate()
+    child.wait()
+    for work in lock.parent.glob(f"*-{lock.stem}-*"):
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what processes that have died left of their work; what is done of a source stays, and is gone on from.
+
+    Folders of work are named by the lock that their owner holds while it is at it (the age is for one that is about to
+    take it).
+    """
+    for litter in folder.glob("*-*-*"):
+        kind, key, _ = litter.name.split("-", 2)
+        with contextlib.suppress(OSError):  # somebody else sweeps too
+            old = time.time() - litter.stat().st_mtime >= LITTER
+            if kind in ("tokenise", "refine") and litter.is_dir() and old and not _held(folder / f"{key}.lock"):
+                shutil.rmtree(litter, ignore_errors=True)
 
 
 def _held(lock: Path) -> bool:
@@ -204,7 +236,7 @@ def _held(lock: Path) -> bool:
 
 def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int, lock: Path) -> subprocess.Popen[bytes]:
     """A process of its own; returns once it, or another that was faster, holds the lock."""
-    work = Path(tempfile.mkdtemp(prefix="tokenise-", dir=lock.parent))
+    work = Path(tempfile.mkdtemp(prefix=f"tokenise-{lock.stem}-", dir=lock.parent))
     tokenizer.save_pretrained(work / "tokenizer")
     plan = work / "plan.json"
     plan.write_text(json.dumps({
@@ -216,8 +248,12 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
     child = subprocess.Popen(
         [sys.executable, "-m", "shardwise.data.tokenise", str(plan)], stdout=log, stderr=log, env=env
     )
-    while not _held(lock) and child.poll() is None:
-        time.sleep(0.05)
+    try:
+        while not _held(lock) and child.poll() is None:
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        _stop(child, lock)
+        raise
     if child.poll():
         problem = f"the process that tokenises ended at once ({(work / 'log').read_text()[-300:].strip()})"
         raise UserError("data", None, problem, f"see {work / 'log'}")
@@ -232,7 +268,13 @@ def _follow(specs: list[Spec], folders: list[Path], alive: Callable[[], bool], e
         total, done, number = count_rows(spec.source, spec.field) if tell else None, Summary(), 0
         store = TokenStore(folder / "train", alive)
         while not (early and done.documents >= window and spec.trains):
-            if not store.has(number):
+            told = time.monotonic()
+            while (there := store.ready(number)) is None:
+                time.sleep(POLL)
+                if tell and time.monotonic() - told >= BEAT:  # one row may take long
+                    tell(source, done.rows, total, done.tokens)
+                    told = time.monotonic()
+            if not there:
                 break
             done.add(read_summary(folder, number)[0])
             if tell:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from shardwise.data.containers import called
 from shardwise.data.examples import Example, Message, Raw
 from shardwise.data.labels import label_name
 from shardwise.data.messages import Misfit, absent, from_json, read_messages, read_tools, whole
@@ -51,8 +52,8 @@ def _string(raw: Raw, columns: Columns, name: str, fmt: str) -> str:
         return whole(value)
     column = columns.get(name, name)
     keys = ", ".join(sorted(map(str, raw.value))[:8]) or "none"
-    found = f"its keys: {keys}" if absent(value) else f"it is a {type(value).__name__}"
-    remedy = f"give each row a {column}, or say with fields which column is the {name}"
+    found = f"its keys: {keys}" if absent(value) else f"it is {called(value)}"
+    remedy = f'give each row a text under "{column}", or say with fields which column is the {name}'
     raise Misfit(f'the row has no string under "{column}" ({found}), which {fmt} needs', remedy)
 
 
@@ -61,7 +62,7 @@ def _optional(raw: Raw, columns: Columns, name: str) -> str:
     if absent(value):
         return ""
     if not isinstance(value, str):
-        raise Misfit(f'"{columns[name]}" must be a string, it is a {type(value).__name__}', "mend or delete the row")
+        raise Misfit(f'"{columns[name]}" must be a string, it is {called(value)}', "mend or delete the row")
     return whole(value)
 
 

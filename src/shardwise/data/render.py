@@ -22,9 +22,10 @@ import numpy as np
 
 from shardwise.config.objectives import Purpose
 from shardwise.data.encode import Encoded, Encoder, Joined
-from shardwise.data.examples import BadRow, Document, Example
+from shardwise.data.examples import BadRow, Document, Example, Message
 from shardwise.data.purposes import ROW_PURPOSES, RowRenderer
-from shardwise.data.template import ChatTemplate, RowFault, Span, TemplateFault
+from shardwise.data.remarks import BLANK_BEFORE, EMPTY_ANSWER, FIRST_WORD, NOT_WRITTEN, RUN_TOGETHER
+from shardwise.data.template import SAYING, ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.errors import UserError
 
 BATCH = 256  # examples that are rendered in one call
@@ -38,6 +39,7 @@ class _Plan:
     spans: list[Span]
     plain: bool = False
     ends: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 class Renderer:
@@ -92,7 +94,8 @@ class Renderer:
         except BadRow as bad:
             return bad
         tokens, learned = (np.concatenate([getattr(d, name) for d in both]) for name in ("tokens", "learned"))
-        return Document(example.where, example.number, tokens, learned, head=len(both[0].tokens))
+        remarks = tuple(dict.fromkeys(remark for d in both for remark in d.remarks))
+        return Document(example.where, example.number, tokens, learned, len(both[0].tokens), remarks)
 
     def _answers(self, example: Example, endings: Iterable[tuple[dict[str, Any], ...]]) -> list[Document]:
         chats = []
@@ -138,7 +141,8 @@ class Renderer:
                 return _segments(example.segments)
             case "pair":
                 text, begin = example.prompt + example.text, 0 if self.loss_on == "all" else len(example.prompt)
-                return _Plan(text, [(begin, len(text))], plain=True, ends=True)
+                empty = () if example.text.strip() else (EMPTY_ANSWER,)
+                return _Plan(text, [(begin, len(text))], plain=True, ends=True, remarks=empty)
             case "tokens":
                 return None
         problem = f"{example.kind} rows cannot be learned as they stand"
@@ -151,17 +155,21 @@ class Renderer:
         messages, tools = example.messages, example.tools
         text = self.template.render(messages, tools) if rendered is None else rendered
         weights = example.weights or (None,) * len(messages)
+        unwritten = self.template.unwritten(text, messages, tools)
+        remarks = tuple(NOT_WRITTEN + field for field in unwritten)
         if self.loss_on == "all":
             left_out = tuple(i for i, w in enumerate(weights) if w == 0)
             spans = self.template.spans(text, messages, left_out, tools) if left_out else []
-            return _Plan(text, _rest(spans, len(text)))
+            return _Plan(text, _rest(spans, len(text)), remarks=remarks)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers and 1 not in weights:
             problem = "the conversation has no assistant message, so nothing would be learned"
             raise RowFault(problem, "add one, delete the row, or use data.loss_on: all")
         default = answers if self.loss_on == "assistant" else answers[-1:]
         wanted = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
-        return _Plan(text, self.template.spans(text, messages, wanted, tools) if wanted else [])
+        if any(not messages[i]["content"].strip() and _silent(messages[i], unwritten) for i in wanted):
+            remarks = (*remarks, EMPTY_ANSWER)
+        return _Plan(text, self.template.spans(text, messages, wanted, tools) if wanted else [], remarks=remarks)
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
@@ -178,21 +186,24 @@ class Renderer:
                 yield self._document(example, plan, next(encodings))
 
     def _document(self, example: Example, plan: _Plan, encoded: Encoded | Joined) -> Document | BadRow:
-        ids = encoded.ids
+        ids, remarks = encoded.ids, plan.remarks
         learned = np.zeros(len(ids), dtype=bool)
         for begin, end in plan.spans:  # tokens that begin within them
             learned[encoded.first_from(begin) : encoded.first_from(end)] = True
         if plan.plain:
             if example.kind == "pair" and example.text and not learned.any():
                 problem = "the answer is part of the token that ends the prompt, so none of it would be learned"
-                remedy = "take the blank from the end of the prompt to the beginning of the answer"
+                remedy = "begin the answer with a blank or a newline, or set format: alpaca to make turns of them"
+                if example.prompt[-1:].isspace():
+                    remedy = "take the blank from the end of the prompt to the beginning of the answer"
                 return BadRow(example.where, example.number, problem, remedy)
+            remarks += tuple(dict.fromkeys(r for begin, _ in plan.spans for r in _joined(plan.text, begin, encoded)))
             first = [] if ids[:1].tolist() == self.first else self.first
             last = [] if ids[-1:].tolist() == self.last else self.last
             ids = np.concatenate([first, ids, last]).astype(np.int32)
             learned = np.concatenate([[False] * len(first), learned, [plan.ends] * len(last)]).astype(bool)
         learned[:1] = False
-        return Document(example.where, example.number, ids, learned)
+        return Document(example.where, example.number, ids, learned, remarks=remarks)
 
     def _tokens(self, example: Example) -> Document | BadRow:
         count, problem = len(self.tokenizer), ""
@@ -219,6 +230,21 @@ def _segments(segments: Sequence[tuple[str, bool]]) -> _Plan:
                 *spans, (at, at + len(text))]  # fmt: skip
         at += len(text)
     return _Plan("".join(text for text, _ in segments), spans, plain=True, ends=bool(segments) and segments[-1][1])
+
+
+def _silent(message: Message, unwritten: Sequence[str]) -> bool:
+    """Whether a message without content says nothing by its other fields either."""
+    return not any(message.get(key) for key in SAYING if key not in unwritten)
+
+
+def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
+    """What is odd about the place where what is learned begins: see [Note: boundaries]."""
+    if not 0 < begin < len(text):
+        return
+    if text[begin : encoded.reaches(begin)].strip():
+        yield BLANK_BEFORE if text[begin - 1].isspace() else FIRST_WORD
+    elif text[begin - 1 : begin + 1].isascii() and text[begin - 1 : begin + 1].isalnum():
+        yield RUN_TOGETHER
 
 
 def _rest(spans: list[Span], length: int) -> list[Span]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.data.advice import Notice
 from shardwise.data.bill import Bill, SourceBill, coarse, read_fates
-from shardwise.data.visible import one_line, several_lines
+from shardwise.data.visible import counted, one_line, several_lines
 from shardwise.errors import UserError
 
 LISTED = 20  # rows named per source; the others are in the file
@@ -26,7 +26,7 @@ _MOST_REASON = 160
 
 @dataclass(frozen=True)
 class _Column:
-    """One column of the table; those of the highest rank are the first to go on a narrow terminal."""
+    """One column of the table; those of the highest rank come last on a narrow terminal."""
 
     title: str
     rank: int
@@ -44,7 +44,8 @@ def print_bill(bill: Bill, console: Console) -> None:
     for title, sources in (("training data", bill.train), ("evaluation data", bill.eval)):
         if sources:
             console.print()
-            console.print(_table(title, sources, console.width, mixture=sources is bill.train))
+            for table in _tables(title, sources, console.width, mixture=sources is bill.train):
+                console.print(table)
     console.print()
     for source in bill.sources:
         _print_source(source, console)
@@ -70,7 +71,8 @@ def print_problems(found: Sequence[UserError], console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _table(title: str, sources: list[SourceBill], width: int, mixture: bool) -> Table:
+def _tables(title: str, sources: list[SourceBill], width: int, mixture: bool) -> Iterator[Table]:
+    """All columns: what one table has no room for goes on in another below it."""
     several = len(sources) > 1
     shares = [s.learned_share for s in sources] + ([SourceTotals(sources).learned_share] if several else [])
     names = [one_line(s.name) for s in sources] + (["all"] if several else [])
@@ -92,20 +94,26 @@ def _table(title: str, sources: list[SourceBill], width: int, mixture: bool) -> 
     first = sum(entry.width for entry in columns if entry.rank <= _FIRST)
     wanted = min(max(map(cell_len, names)), _MOST_NAME, width - first - _GAP)
     room = width - max(_LEAST_NAME, wanted) - _GAP
-    kept: set[int] = set()
-    for entry in sorted(columns, key=lambda c: c.rank):
-        if entry.width > room:
-            break
-        room -= entry.width
-        kept.add(entry.rank)
-    table = Table(title=title, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    while columns:
+        kept, left = set[int](), room
+        for entry in sorted(columns, key=lambda c: c.rank):
+            if entry.width > left and kept:
+                break
+            left -= entry.width
+            kept.add(entry.rank)
+        chosen = [entry for entry in columns if entry.rank in kept]
+        yield _table(title, names, chosen, len(sources))
+        columns, title = [entry for entry in columns if entry.rank not in kept], ""
+
+
+def _table(title: str, names: list[str], columns: list[_Column], sources: int) -> Table:
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     table.add_column("source", overflow="fold", min_width=_LEAST_NAME)
-    chosen = [entry for entry in columns if entry.rank in kept]
-    for entry in chosen:
+    for entry in columns:
         table.add_column(entry.title, justify="right", no_wrap=True)
     for row, name in enumerate(names):
-        cells = [Text(entry.cells[row] if row < len(entry.cells) else "") for entry in chosen]
-        table.add_row(Text(name), *cells, style="bold" if row == len(sources) else "")
+        cells = [Text(entry.cells[row] if row < len(entry.cells) else "") for entry in columns]
+        table.add_row(Text(name), *cells, style="bold" if row == sources else "")
     return table
 
 
@@ -149,8 +157,7 @@ def _print_source(source: SourceBill, console: Console) -> None:
     if source.held_out:
         _print(console, f"  held out for evaluation: {source.held_out:,} of its rows")
     if source.epochs is not None or source.weight != 1.0 or source.passes != 1.0:
-        asked = f"epochs {source.epochs:g}" if source.epochs is not None else f"weight {source.weight:g}"
-        _print(console, f"  {asked}: each row comes up {source.passes:.3g} times in an epoch of the run")
+        _print(console, f"  {source.mixed_by}: each row comes up {source.passes:.3g} times in an epoch of the run")
 
 
 def sparkline(lengths: Sequence[int], width: int, ascii_only: bool = False) -> str:
@@ -165,10 +172,12 @@ def _packing_line(bill: Bill) -> str:
     packing = bill.packing
     if not packing.on:
         return (
-            f"no packing: {packing.sequences:,} sequences of one document, of up to {packing.sequence_length:,} tokens"
+            f"no packing: {counted(packing.sequences, 'sequence', 'sequences')} of one document, of up to "
+            f"{packing.sequence_length:,} tokens"
         )
     return (
-        f"packing: {packing.sequences:,} sequences of {packing.sequence_length:,} tokens, {packing.efficiency:.1%} "
+        f"packing: {counted(packing.sequences, 'sequence', 'sequences')} of {packing.sequence_length:,} tokens, "
+        f"{packing.efficiency:.1%} "
         f"full ({packing.padding:,} tokens of padding), {packing.documents_per_sequence:.1f} documents in each, chosen "
         f"from {packing.window:,} at a time"
     )

@@ -91,11 +91,12 @@ class TokenStore:
         """Whether there is such a chunk; None while that cannot be told yet."""
         if chunk in self._tables or _file(self.folder, chunk, "table").is_file():
             return True
+        alive = self._facts is not None or self._alive()  # asked first: its last words come before it goes
         if self.facts is not None:
             return chunk < int(self.facts["chunks"])
         if (failed := self.folder / "failed.json").is_file():
             raise UserError(*json.loads(failed.read_text())["args"])
-        if not self._alive():
+        if not alive:
             problem = "the process that tokenises has died"
             raise UserError("data", str(self.folder), problem, "start the run again; what is done is kept")
         return None

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shardwise.config.objectives import Purpose
@@ -55,7 +56,7 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
     from shardwise.models.build import build_on_meta
     from shardwise.models.source import find_model
 
-    source = find_model(run.model, task=task_wanted(run))
+    source = find_model(run.model, say, task_wanted(run))
     result = Resolution(run)
     resolve_objective(result, source.task)
     tokenizer = source.load_tokenizer()
@@ -106,6 +107,7 @@ def bill_of(found: Survey) -> Bill:
         if one.spec.trains:
             share = seen[one.spec.index] / max(1.0, sum(seen))
             known |= {"held_out": one.known["held_out"], "passes": passes[one.spec.index], "share": share}
+            known |= {"temperature": data.temperature}
         bills[one.spec.trains].append(SourceBill.from_facts(one.spec.source, name, one.known, **known))
     layout = LAYOUTS.get(purpose_of(found.run), CausalLayout)(0)
     loader = make_loader(streams, data, found.run.train.seed, layout, data.temperature)
@@ -141,12 +143,16 @@ def sample_at(found: Survey, place: str) -> Sample:
     """One particular row: FILE:LINE, FILE (of a text file), SOURCE:NUMBER, or NUMBER (of the first source)."""
     before, _, last = place.rpartition(":")
     number = int(last) - 1 if last.isascii() and last.isdigit() else None
+    # As places are written: a line, a row of a table or of one long line, a file that is one row.
+    written = {place, *([f"{before} row {number + 1}"] if number is not None and before else [])}
+    written |= {before} if number == 0 and before else set()
+    ends = tuple(f"/{one}" for one in written if one)
+    whole = {str(Path(one).expanduser().absolute()) for one in written if one}
     for name, one in _named(found):
         here = number if before in ("", name) else None
 
         def chosen(row: int, where: str, here: int | None = here) -> bool:
-            file = before if number == 0 else place  # FILE:1 of a file that is one row
-            return row == here or where in (place, file) or where.endswith((f"/{place}", f"/{file}"))
+            return row == here or where in written or where.endswith(ends) or str(Path(where).absolute()) in whole
 
         for sample in _rendered(found, name, one.spec, chosen):
             return sample

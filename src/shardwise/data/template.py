@@ -26,6 +26,8 @@ from shardwise.data.examples import Message
 
 Span = tuple[int, int]
 SHAPES = 1024  # sequences of roles that are remembered
+SAYING = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # fields that say something, like the content
+WATCHED = {*SAYING, "name"}  # ids only serve to match calls
 
 
 class RowFault(Exception):
@@ -141,6 +143,18 @@ class ChatTemplate:
             if found := self._special.search(text):
                 problem = f"the tools spell {found[0]}, which the tokenizer reads as markup"
                 raise RowFault(problem, "write it differently (a space inside will do) or delete the row")
+
+    def unwritten(self, text: str, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]:
+        """The fields that have no part in `text`, the conversation's rendering: without them it is the same."""
+        names = dict.fromkeys(k for m in messages if len(m) > 2 for k in m if k in WATCHED and m[k])
+        found = ["tools"] if tools and self._one(messages) == text else []
+        for name in names:
+            bare = [{key: value for key, value in m.items() if key != name} for m in messages]
+            try:
+                found += [name] if self.render(bare, tools) == text else []
+            except RowFault:
+                continue  # the template asks for it
+        return found
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
@@ -348,7 +362,8 @@ class _Search:
 
     def _begin(self, index: int, manner: _Manner) -> int:
         if index == 0:
-            raise RowFault("the conversation begins with the assistant", "begin with a user or system message")
+            remedy = 'begin with a user or system message, or give this one "weight": 0, so that it is not learned'
+            raise RowFault("the conversation begins with the assistant", remedy)
         limit = self.ends.get(index, len(self.text))
         for place, prompt in self._prompts(index, manner):
             for forced in ("", manner.forced):

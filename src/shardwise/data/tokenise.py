@@ -44,6 +44,7 @@ from shardwise.data.refine import (
     length_fate,
     row_keys,
 )
+from shardwise.data.remarks import EMPTY_PIECE, Count, add_remarks
 from shardwise.data.render import Renderer, check_template
 from shardwise.data.store import fail, finish, has_chunk, write_chunk, write_json
 from shardwise.errors import UserError
@@ -98,6 +99,7 @@ class Summary:
     longest: int = 0
     largest_token: int = 0
     fates: Counter[str] = field(default_factory=Counter)
+    remarks: dict[str, Count] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=no_lengths)
 
     def add(self, other: Summary) -> None:
@@ -107,6 +109,7 @@ class Summary:
         for name in ("longest", "largest_token"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
         self.fates.update(other.fates)
+        add_remarks(self.remarks, other.remarks.items())
         self.lengths = [a + b for a, b in zip(self.lengths, other.lengths, strict=True)]
 
 
@@ -199,7 +202,12 @@ class ChunkMaker:
                 fates.add("no supervised token", document.where)
                 continue
             pieces = fit(document, document.number in plain, self.spec, fates, refused, self.renderer)
-            out += [piece for piece in pieces if piece.learned.any()]
+            learned = [piece for piece in pieces if piece.learned.any()]
+            out += learned
+            noted = [(remark, (1, document.where)) for remark in document.remarks]
+            if empty := len(pieces) - len(learned):
+                noted.append((EMPTY_PIECE, (empty, document.where)))
+            add_remarks(summary.remarks, noted)
         if refused:
             raise _too_long(refused, summary.rows, self.spec)
         self._count(train, held, lengths, summary)
@@ -279,7 +287,9 @@ def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
     first, lengths = documents[0], [len(d.tokens) for d in documents]
     problem = f"the row has {lengths[0]} tokens, more than data.sequence_length = {spec.data.sequence_length}"
     if len(lengths) > 1:
-        problem += f" (so do {len(lengths) - 1} more of the {rows} rows about it, the longest with {max(lengths)})"
+        problem += (
+            f"; {len(lengths) - 1} more of the {rows} rows read with it are too long, up to {max(lengths)} tokens"
+        )
     whole = (*JUDGED, "seq2seq", "classify")
     ways = "drop or truncate" if spec.purpose in whole else "drop, truncate or split"
     remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {ways}"
@@ -316,7 +326,7 @@ def tokenise_source(
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     detected, tasks = look(spec)
-    check_format(detected.format, spec.purpose, spec.field, spec.source.path)
+    check_format(detected, spec.purpose, spec.field, spec.source.path)
     maker = ChunkMaker(RowReader(spec, detected, passages), tokenizer, folder)
     work = ((task, _removed(removals, spec, task)) for task in tasks)
     total, count = Summary(), 0
@@ -330,7 +340,7 @@ def tokenise_source(
     if not total.supervised and not total.held_out:
         raise _nothing_learned(spec, total, folder)
     facts = total.__dict__ | {
-        "format": detected.format, "reason": ". ".join([detected.reason, *notes]),
+        "format": detected.format, "reason": ". ".join([detected.reason, *notes]), "columns": detected.columns,
         "seconds": round(time.monotonic() - started, 3),
     }  # fmt: skip
     finish(folder / "eval", count, {"documents": total.held_out})
@@ -364,14 +374,18 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
         raise UserError(spec.field, spec.source.path, problem, "check the file, or leave it out")
     detected = detect(raws, spec.source, spec.field, spec.purpose)
     if rules := RowRules(spec.data.refine).filter:
-        rules.check_columns(raw.value for raw in raws)
+        missing = rules.check_columns((raw.value for raw in raws), spec.source.path)
+        if missing:
+            reason = f"{detected.reason}; it has no {', '.join(missing)}, which data.refine.filter takes for None"
+            detected = replace(detected, reason=reason)
     return detected, chain(seen, tasks)
 
 
 def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
     """With the reason of the first row of the commonest fate: that is mostly the reason of all."""
     said = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
-    problem = f"none of its {total.rows} rows has a token to learn ({said})"
+    few = "its only row has no" if total.rows == 1 else f"none of its {total.rows} rows has a"
+    problem = f"{few} token to learn ({said})"
     if not total.fates:
         return UserError(spec.field, spec.source.path, problem, "check the file, or leave the source out")
     fate = total.fates.most_common(1)[0][0]
@@ -447,7 +461,8 @@ def make_sources(specs: list[Spec], folders: list[Path], tokenizer: Any, workers
     missing.sort(key=lambda item: source_bytes(item[0]))
     for _, folder in missing:
         (folder / "train/failed.json").unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="refine-", dir=_made(folders[0].parent)) as work:
+    name = f"refine-{folders[0].name}-"  # see _sweep of prepare.py
+    with tempfile.TemporaryDirectory(prefix=name, dir=_made(folders[0].parent)) as work:
         passages = removals = None
         if any(spec.trains for spec, _ in missing):
             passages = _passages(specs, Path(work))

@@ -79,3 +79,8 @@ def _mark(character: str, trailing: bool, marks: Marks) -> str | None:
     if character in JOINERS or (32 <= code < 127) or unicodedata.category(character) not in _HIDDEN:
         return None
     return f"<U+{code:04X}>"
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """A number with the word that goes with it."""
+    return f"{number:,} {one if number == 1 else several}"

@@ -13,6 +13,7 @@ from shardwise.adapters.export import (
     PREFIX,
     base_of,
     checkpoint_plan,
+    holds_adapter,
     lacks_base,
     read_run,
     stored_tensors,
@@ -119,6 +120,8 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
         config.use_cache = True
         model = auto_class(task_of(config)).from_config(config, dtype=torch.float32)
         names = set(model.state_dict().keys())
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    # Tied tensors are stored once; of an adapter run by each of their names.
+    parameters = model.named_parameters(remove_duplicate=not holds_adapter(checkpoint))
+    tensors = dict(parameters) | dict(model.named_buffers())
     load_tensors(checkpoint, {PREFIX + n: t for n, t in tensors.items() if n in names}, None)
     return model.to(device).eval()
