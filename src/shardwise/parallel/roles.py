@@ -112,7 +112,9 @@ def _linear(name: str, pattern: str, count: int, seen: Seen) -> Role:
         kind: Kind = "router" if router else "other"
         why = "its output chooses experts" if router else "no linear layer comes before or after it in the block"
         return Role(pattern, kind, "whole", count, why)
-    kind = "attention" if _owner(name) in {_owner(one) for one in seen.attends} | seen.attention else "mlp"
+    beside = _owner(name) in {_owner(one) for one in seen.attends} | seen.attention
+    after = any(name in seen.feeds.get(one, ()) for one in seen.attends)
+    kind = "attention" if beside or after else "mlp"
     if height == 0:
         return Role(pattern, kind, "row", count)
     if height == 1:
