@@ -342,6 +342,24 @@ def evaluate(
     measure(models, todo, output, as_json, changed_tokenizer)
 
 
+@app.command(
+    epilog=_examples("shardwise plan --roles smollm2-135m-instruct", "shardwise plan --roles ./my-model --json")
+)
+def plan(
+    roles: Annotated[
+        str, typer.Option(metavar="MODEL", help="Show what each part of this model is and how it is cut.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show what the parts of a model are and how they can be divided: by watching a tiny model of its class run once.
+
+    Only the config is read, no weights.
+    """
+    from shardwise.parallel.describe import show_roles
+
+    show_roles(roles, as_json)
+
+
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="For other tools.")] = False) -> None:
     """Show what this machine has, what will not work, and how to mend it."""

@@ -92,9 +92,9 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
             if (old is None and name in OPTIONAL) or isinstance(old, dict):
                 continue
             size = layers if SIZES[name] == LAYERS and "layer" in name else SIZES[name]
-            size = 1 if old == 1 and "exp" in name or old == 1 and "top" in name else size
+            size = 1 if (old == 1 and "exp" in name) or (old == 1 and "top" in name) else size
             changed[name] = [size for _ in range(layers)] if isinstance(old, (list, tuple)) else size
-        elif "drop" in name and isinstance(old, float) or name in NOISE:
+        elif ("drop" in name and isinstance(old, float)) or name in NOISE:
             changed[name] = 0.0
         elif name in SPECIAL:
             changed[name] = SPECIAL[name]

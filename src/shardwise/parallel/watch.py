@@ -82,7 +82,8 @@ def _is_scores(operator: str, args: Any) -> bool:
 
 def watch_forward(model: nn.Module, inputs: dict[str, Any]) -> Seen:
     """One forward without gradients."""
-    seen, stack = Seen(), []
+    seen = Seen()
+    stack: list[str] = []
     taint = _Taint(seen, stack)
     with torch.no_grad(), taint, _hooks(model, seen, taint, stack):
         model(**inputs)
