@@ -49,6 +49,7 @@ def _seen(body: dict[str, Any]) -> str:
         ("I give it a 7.", None),
         ("Rating: 3\nno, rather\nRating: 8", None),
         ("Rating: 3\nas said\nRating: 3", 3.0),
+        ("Rating: N", None),
         ("The Rating: 5 would be unfair", None),
         ("", None),
     ],
@@ -66,6 +67,7 @@ def test_ratings(text: str, rating: float | None) -> None:
         ("Verdict: Assistant B", "B"),
         ("Verdict: A\nVerdict: B", None),
         ("Verdict: A or B", None),
+        ("Verdict: A, Verdict: B or Verdict: tie.", None),  # our own words, echoed
         ("A is better", None),
     ],
 )
@@ -92,6 +94,7 @@ def test_grades(tmp_path: Path) -> None:
     assert (unread["question"], unread["turn"], unread["models"]) == ("2", 1, ["first"])
     assert sorted(entry["verdict"] for entry in kept if entry is not unread) == [5.0, 5.0, 6.0, 6.0]
     assert len(mock.requests) == 5 and {r["model"] for r in mock.requests} == {"judge"}
+    assert all(_seen(r).endswith("Rating: N") for r in mock.requests)  # the form is the last that a judge reads
     referenced = [_seen(r) for r in mock.requests if "nobody" in _seen(r) or "nothing" in _seen(r)]
     assert len(referenced) == 2
     second = next(_seen(r) for r in mock.requests if "f12" in _seen(r))
@@ -113,6 +116,7 @@ def test_pairs_are_swapped(tmp_path: Path) -> None:
     with endpoint(answer) as mock:
         told = judge_all(_task(tmp_path, mock, mode="pairwise"), {"first": FIRST, "other": OTHER}, tmp_path, no_bar)
     assert list(told) == ["other"] and len(mock.requests) == 10
+    assert all(_seen(r).endswith("Verdict: A, Verdict: B or Verdict: tie.") for r in mock.requests)
     figures = {f.name: f.value for f in told["other"].figures}
     assert (figures["win"], figures["tie"], figures["loss"]) == (2, 2, 0)
     assert figures["win rate"] == pytest.approx((1.0 + 0.5 + 0.5) / 3)
