@@ -3,8 +3,8 @@
     python judge_rows.py openbookqa-train.jsonl judge-rows.jsonl [--rows 400]
     shardwise train judge_lora.yaml
 
-A right choice earns a high grade and wins, a wrong one a low grade and loses, in either place. What is asked is, word by
-word, what `shardwise eval --judge` asks.
+A right choice earns a high grade and wins, a wrong one a low grade and loses, in either place. What is asked is, word
+for word, what `shardwise eval --judge` asks.
 """
 
 from __future__ import annotations
