@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -38,6 +39,18 @@ def test_differences_that_are_not_item_by_item() -> None:
     assert gap is not None and gap.error == pytest.approx(0.05) and not gap.paired
     gap = difference(Figure("acc", 0.5), Figure("acc", 0.4, 0.04))
     assert gap is not None and gap.error is None and not gap.clear
+
+
+def test_items_that_could_not_be_measured_are_no_items() -> None:
+    """A judge whose grades can be read now and then: one grade has no spread, none at all is no value."""
+    one = ratio("grade", [7.0, 0.0, 0.0], [1.0, 0.0, 0.0])
+    assert one.value == 7.0 and one.count == 1 and one.error is None
+    two = ratio("grade", [7.0, 0.0, 4.0], [1.0, 0.0, 1.0])
+    assert two.count == 2 and two.error == pytest.approx(np.std([7, 4], ddof=1) / math.sqrt(2))
+    none = ratio("grade", [0.0, 0.0], [0.0, 0.0])
+    assert math.isnan(none.value) and none.count == 0 and none.error is None
+    assert json.loads(json.dumps(none.to_json(), allow_nan=False))["value"] is None
+    assert difference(none, none) is None
 
 
 def test_groups() -> None:

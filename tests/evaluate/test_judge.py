@@ -49,6 +49,7 @@ def _seen(body: dict[str, Any]) -> str:
         ("I give it a 7.", None),
         ("Rating: 3\nno, rather\nRating: 8", None),
         ("Rating: 3\nas said\nRating: 3", 3.0),
+        ("Rating: N", None),
         ("The Rating: 5 would be unfair", None),
         ("", None),
     ],
@@ -66,6 +67,7 @@ def test_ratings(text: str, rating: float | None) -> None:
         ("Verdict: Assistant B", "B"),
         ("Verdict: A\nVerdict: B", None),
         ("Verdict: A or B", None),
+        ("Verdict: A, Verdict: B or Verdict: tie.", None),  # our own words, echoed
         ("A is better", None),
     ],
 )
@@ -84,8 +86,15 @@ def test_grades(tmp_path: Path) -> None:
     assert figures["grade, turn 1"] == 5.0 and figures["grade, turn 2"] == 6.0
     assert figures["grade"] == pytest.approx((5.5 + 6.0 + 5.0) / 3)  # of the second question one turn could be read
     assert {n: f.value for n, f in told.groups.items()} == {"art": 5.5, "law": 5.5}
-    assert told.notes == [f"1 judgements have no clear verdict and are left out (see {JUDGEMENTS})"]
+    assert told.notes == [
+        '1 of 5 judgements have no clear verdict and are left out (see "verdict": null in judgements.jsonl)'
+    ]
+    kept = [json.loads(line) for line in (tmp_path / JUDGEMENTS).read_text().splitlines()]
+    (unread,) = [entry for entry in kept if entry["verdict"] is None]
+    assert (unread["question"], unread["turn"], unread["models"]) == ("2", 1, ["first"])
+    assert sorted(entry["verdict"] for entry in kept if entry is not unread) == [5.0, 5.0, 6.0, 6.0]
     assert len(mock.requests) == 5 and {r["model"] for r in mock.requests} == {"judge"}
+    assert all(_seen(r).endswith("Rating: N") for r in mock.requests)  # the form is the last that a judge reads
     referenced = [_seen(r) for r in mock.requests if "nobody" in _seen(r) or "nothing" in _seen(r)]
     assert len(referenced) == 2
     second = next(_seen(r) for r in mock.requests if "f12" in _seen(r))
@@ -107,11 +116,44 @@ def test_pairs_are_swapped(tmp_path: Path) -> None:
     with endpoint(answer) as mock:
         told = judge_all(_task(tmp_path, mock, mode="pairwise"), {"first": FIRST, "other": OTHER}, tmp_path, no_bar)
     assert list(told) == ["other"] and len(mock.requests) == 10
+    assert all(_seen(r).endswith("Verdict: A, Verdict: B or Verdict: tie.") for r in mock.requests)
     figures = {f.name: f.value for f in told["other"].figures}
     assert (figures["win"], figures["tie"], figures["loss"]) == (2, 2, 0)
     assert figures["win rate"] == pytest.approx((1.0 + 0.5 + 0.5) / 3)
     notes = "\n".join(told["other"].notes)
-    assert "1 of 4 comparisons turned with the order" in notes and "1 judgements have no clear verdict" in notes
+    assert "1 of 4 comparisons turned with the order" in notes and "1 of 10 judgements have no clear verdict" in notes
+    kept = [json.loads(line) for line in (tmp_path / JUDGEMENTS).read_text().splitlines()]
+    third = {tuple(entry["models"]): entry["verdict"] for entry in kept if entry["question"] == "3"}
+    assert third == {("first", "other"): "A", ("other", "first"): "A"}
+
+
+def test_a_judge_of_whom_nothing_can_be_read(tmp_path: Path, llama: str, other: str, capsys: Any) -> None:
+    """No grade is made up: the table says so, and results.json is JSON that any reader takes."""
+    with endpoint(lambda _: "Both are wonderful!") as mock:
+        tasks = [_task(tmp_path, mock, name="grades"), _task(tmp_path, mock, name="pairs", mode="pairwise")]
+        evaluate([llama, other], tasks, tmp_path / "out", False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "nothing to measure" in told and "nan" not in told
+    assert "5 of 5 judgements have no clear verdict" in told and "10 of 10 judgements" in told
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    results = json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=refuse)["results"]
+    grade, pair = results[other][0]["figures"]["grade"], results[other][1]["figures"]["win rate"]
+    assert grade["value"] is None and grade["count"] == 0 and pair["value"] is None
+
+
+def test_grades_of_different_questions_are_not_compared(tmp_path: Path, llama: str, other: str, capsys: Any) -> None:
+    heard: list[int] = []
+
+    def answer(_: dict[str, Any]) -> str:
+        heard.append(1)
+        return "Rating: 4" if len(heard) > 2 else "Fine."  # nothing of the first model's first question can be read
+
+    with endpoint(answer) as mock:
+        evaluate([llama, other], [_task(tmp_path, mock, concurrency=1)], tmp_path / "out", False)
+    assert "different questions, so they are not compared" in " ".join(capsys.readouterr().out.split())
 
 
 def test_failures_are_retried_and_what_was_judged_is_kept(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.encoders import encoder_run
 from support.evaluation import no_bar
 from support.tiny import PAIRS, tiny_run
 
@@ -85,3 +86,18 @@ def test_nothing_to_measure(llama: str, tmp_path: Path) -> None:
         evaluate([run["output"]], [], None, False)
     with pytest.raises(UserError, match="no such"):
         evaluate([llama], [LossTask.model_validate({"data": str(tmp_path / "gone.jsonl")})], None, False)
+
+
+@pytest.mark.parametrize(("name", "objective"), [("bert", "classify"), ("bert", "masked"), ("t5", "seq2seq")])
+def test_models_that_do_not_write_texts(name: str, objective: str, tmp_path: Path) -> None:
+    """Their loss and figures are those of the run's last evaluation; a classifier's classes are its head's."""
+    run = encoder_run(tmp_path, name, objective, train__steps=1, ranks=1, data__eval="20%")
+    told = next(r for r in reversed(Trainer(run).fit().metrics) if r["kind"] == "eval")
+    model, tokenizer = load_for_inference(run["output"], talks=False)
+    measured = measure_loss(LossTask(), "it", model, tokenizer, run_of(run["output"]), no_bar)
+    figures = {f.name: f.value for f in measured.figures}
+    assert figures == pytest.approx({key: told[key] for key in figures}, rel=1e-6)
+    assert ("accuracy" in figures) == (name == "bert")
+    # of a model that no run made, the head alone says which classes there are
+    again = measure_loss(LossTask.model_validate({"data": run["data"]["train"]}), "it", model, tokenizer, None, no_bar)
+    assert again.figures[0].value > 0

@@ -61,11 +61,12 @@ def test_plain_line_holds_every_value_and_no_escape_codes() -> None:
     console, file = _pipe()
     with Progress(100, console=console) as progress:
         progress.update(_record(3))
-        progress.evaluated({"kind": "eval", "step": 3, "loss": 1.9, "perplexity": 6.6859})
+        told = {"loss": 1.9, "perplexity": 6.6859, "accuracy": 0.78, "time": 1.7e9}
+        progress.evaluated({"kind": "eval", "step": 3, **told})
         progress.note("[red]saved[/red] " + "x" * 100)
     assert file.getvalue().splitlines() == [
         "step   3/100  loss 2.1034  lr 1.0e-4  grad 0.91  12.3k tok/s  MFU 38.1%  12.3 GiB  elapsed 12m34s  ETA 1h02m",
-        "step 3  evaluation  loss 1.9000  perplexity 6.6859",
+        "step 3  evaluation  loss 1.9000  perplexity 6.6859  accuracy 0.7800",
         "[red]saved[/red] " + "x" * 100,
     ]
 

@@ -28,8 +28,9 @@ class Figure:
     units: np.ndarray | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For results.json."""
-        return {"value": self.value, "stderr": self.error, "count": self.count, "more_is_better": self.more_is_better}
+        """For results.json; no value where there was nothing to measure (JSON knows no NaN)."""
+        value = None if math.isnan(self.value) else self.value
+        return {"value": value, "stderr": self.error, "count": self.count, "more_is_better": self.more_is_better}
 
 
 @dataclass
@@ -61,9 +62,8 @@ def ratio(
     """Sum of `sums` over sum of `units` (1 each unless given), with its standard error."""
     sums = np.asarray(sums, dtype=np.float64)
     units = np.ones_like(sums) if units is None else np.asarray(units, dtype=np.float64)
-    whole = units.sum()
-    value = float(sums.sum() / whole) if whole else math.nan
-    return Figure(name, value, _error(sums - value * units, whole), len(sums), more, sums, units)
+    value = float(sums.sum() / units.sum()) if units.any() else math.nan
+    return Figure(name, value, _error(sums - value * units, units), int(np.count_nonzero(units)), more, sums, units)
 
 
 def by_group(name: str, sums: Sequence[float], groups: Sequence[str | None]) -> dict[str, Figure]:
@@ -89,15 +89,18 @@ class Difference:
 def difference(one: Figure, first: Figure) -> Difference | None:
     """Of two models' figures; None where they are means over different things."""
     value = one.value - first.value
+    if math.isnan(value):
+        return None
     if one.sums is None or first.sums is None or one.units is None or first.units is None:
         known = one.error is not None and first.error is not None
         return Difference(value, math.hypot(one.error or 0, first.error or 0) if known else None, False)
     if not np.array_equal(one.units, first.units):
         return None
     rest = (one.sums - one.value * one.units) - (first.sums - first.value * first.units)
-    return Difference(value, _error(rest, one.units.sum()), True)
+    return Difference(value, _error(rest, one.units), True)
 
 
-def _error(rest: np.ndarray, whole: float) -> float | None:
-    count = len(rest)
-    return float(math.sqrt(count / (count - 1) * np.square(rest).sum()) / whole) if count > 1 and whole else None
+def _error(rest: np.ndarray, units: np.ndarray) -> float | None:
+    """None for a single item; one without units (a grade that could not be read) is none."""
+    count = int(np.count_nonzero(units))
+    return float(math.sqrt(count / (count - 1) * np.square(rest).sum()) / units.sum()) if count > 1 else None

@@ -149,13 +149,22 @@ def judge_all(
     questions = read_judged(task)
     first, *others = answers
     if task.mode == "single":
-        prompts = [
-            single_prompt(e) for label in answers for q in questions for e in _exchanges(q, answers[label][q.id])
+        cases = [
+            Case(single_prompt(e), q.id, turn, (label,))
+            for label in answers
+            for q in questions
+            for turn, e in enumerate(_exchanges(q, answers[label][q.id]), 1)
         ]
-        court.hear(prompts, bar)
+        court.hear(cases, bar)
         return {label: court.grades(questions, answers[label]) for label in answers}
-    pairs = [p for o in others for q in questions for pair in _pairs(q, answers[first], answers[o]) for p in pair]
-    court.hear(pairs, bar)
+    cases = [
+        Case(prompt, q.id, turn, order)
+        for other in others
+        for q in questions
+        for turn, both in enumerate(_pairs(q, answers[first], answers[other]), 1)
+        for prompt, order in zip(both, ((first, other), (other, first)), strict=True)
+    ]
+    court.hear(cases, bar)
     return {other: court.duels(questions, answers[first], answers[other], first) for other in others}
 
 
@@ -171,6 +180,16 @@ def _pairs(question: Question, first: dict[str, list[str]], other: dict[str, lis
     return [(pair_prompt(a, b), pair_prompt(b, a)) for a, b in both]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is put to the judge, and whose answer to which turn it is about; of a pair, A's first."""
+
+    messages: list[dict[str, str]]
+    question: str
+    turn: int
+    models: tuple[str, ...]
+
+
 class _Court:
     """Judgements by what was asked, and the figures they come to."""
 
@@ -180,13 +199,13 @@ class _Court:
     def _key(self, messages: list[dict[str, str]]) -> str:
         return key_of(self._task.model, self._task.judge_tokens, messages)
 
-    def hear(self, prompts: Iterable[list[dict[str, str]]], bar: Bar) -> None:
+    def hear(self, cases: Iterable[Case], bar: Bar) -> None:
         """Asks for the judgements that are missing, several at a time."""
-        missing = {self._key(p): p for p in prompts if self._store.get(self._key(p)) is None}
+        missing = {key: case for case in cases if self._store.get(key := self._key(case.messages)) is None}
         advance = bar(len(missing))
         pool = ThreadPoolExecutor(self._task.concurrency)
         try:
-            for done in as_completed([pool.submit(self._ask, key, prompt) for key, prompt in missing.items()]):
+            for done in as_completed([pool.submit(self._ask, key, case) for key, case in missing.items()]):
                 done.result()
                 advance(1)
         except BaseException:
@@ -195,9 +214,12 @@ class _Court:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, key: str, messages: list[dict[str, str]]) -> None:
-        text = self._endpoint.ask(messages)
-        self._store.put(key, {"judge": self._task.model, "messages": messages, "judgement": text})
+    def _ask(self, key: str, case: Case) -> None:
+        text = self._endpoint.ask(case.messages)
+        verdict = read_rating(text) if self._task.mode == "single" else read_verdict(text)
+        told = {"judge": self._task.model, "models": case.models, "question": case.question, "turn": case.turn}
+        # The verdict is for people who look for what could not be read; figures come from the words.
+        self._store.put(key, {**told, "verdict": verdict, "judgement": text, "messages": case.messages})
 
     def _text(self, messages: list[dict[str, str]]) -> str:
         return str((self._store.get(self._key(messages)) or {})["judgement"])
@@ -207,7 +229,7 @@ class _Court:
         graded: list[tuple[Question, list[float | None]]] = [
             (q, [read_rating(self._text(single_prompt(e))) for e in _exchanges(q, answers[q.id])]) for q in questions
         ]
-        unread = sum(value is None for _, values in graded for value in values)
+        read = [value is not None for _, values in graded for value in values]
         most = max(len(q.turns) for q in questions)
         turns = [[values[n] for _, values in graded if n < len(values)] for n in range(most)]
         figures = [_means("grade", [values for _, values in graded])]
@@ -215,7 +237,7 @@ class _Court:
             figures += [_means(f"grade, turn {n + 1}", [[v] for v in turn]) for n, turn in enumerate(turns)]
         names = sorted({q.category for q in questions if q.category is not None})
         groups = {c: _means("grade", [values for q, values in graded if q.category == c]) for c in names}
-        return Measured(self._task.label, "judge", figures, groups, _told_unread(unread))
+        return Measured(self._task.label, "judge", figures, groups, _told_unread(read))
 
     def duels(
         self, questions: Sequence[Question], first: dict[str, list[str]], other: dict[str, list[str]], against: str
@@ -223,12 +245,13 @@ class _Court:
         """Wins, ties and losses against the first model; what the swap contradicts is a tie."""
         scores: dict[str, list[float | None]] = {q.id: [] for q in questions}
         counts = {"win": 0, "tie": 0, "loss": 0}
-        unread = swayed = 0
+        read: list[bool] = []
+        swayed = 0
         for question in questions:
             for as_a, as_b in _pairs(question, first, other):
                 one, two = read_verdict(self._text(as_a)), read_verdict(self._text(as_b))
+                read += [one is not None, two is not None]
                 if one is None or two is None:
-                    unread += (one is None) + (two is None)
                     scores[question.id].append(None)
                     continue
                 won = {("B", "A"): "win", ("A", "B"): "loss"}.get((one, two), "tie")
@@ -241,7 +264,7 @@ class _Court:
         notes = [f"compared with {against}; a tie counts half"]
         if swayed:
             notes.append(f"{swayed} of {heard} comparisons turned with the order of the answers and count as ties")
-        return Measured(self._task.label, "judge", figures, {}, notes + _told_unread(unread))
+        return Measured(self._task.label, "judge", figures, {}, notes + _told_unread(read, pairs=True))
 
 
 def _means(name: str, items: Sequence[Sequence[float | None]]) -> Figure:
@@ -250,5 +273,9 @@ def _means(name: str, items: Sequence[Sequence[float | None]]) -> Figure:
     return ratio(name, [sum(v) / len(v) if v else 0.0 for v in read], [float(bool(v)) for v in read])
 
 
-def _told_unread(count: int) -> list[str]:
-    return [f"{count} judgements have no clear verdict and are left out (see {JUDGEMENTS})"] if count else []
+def _told_unread(read: Sequence[bool], pairs: bool = False) -> list[str]:
+    if all(read):
+        return []
+    lost = ", their comparisons with them" if pairs else ""
+    what = f"{read.count(False)} of {len(read)} judgements have no clear verdict and are left out{lost}"
+    return [f'{what} (see "verdict": null in {JUDGEMENTS})']

@@ -72,7 +72,7 @@ def measure_loss(
     run = _settings(task, name, model, run)
     vocabulary = model.get_input_embeddings().num_embeddings
     data, held_out = _data(task, run)
-    prepared = _prepared(data, tokenizer, run, vocabulary)
+    prepared = _prepared(data, tokenizer, run, vocabulary, _classes(model))
     source = ModelSource(name, model.config, None, name, task=task_of(model.config))
     job = Job(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
     stores = [one.held_out if held_out else one.store for one in prepared.train]
@@ -151,9 +151,16 @@ def _data(task: LossTask, run: Run) -> tuple[Data, bool]:
     return data, True
 
 
-def _prepared(data: Data, tokenizer: Any, run: Run, vocabulary: int) -> Any:
+def _classes(model: Any) -> tuple[str, ...]:
+    """Those of a classifier's head, by number: what it was trained for, whichever run the settings are of."""
+    names = model.config.id2label if task_of(model.config) == "classify" else {}
+    return tuple(str(names[number]) for number in sorted(names))
+
+
+def _prepared(data: Data, tokenizer: Any, run: Run, vocabulary: int, labels: tuple[str, ...]) -> Any:
+    purpose = purpose_of(run)
     try:
-        return prepare_data(data, tokenizer, run.train.seed, vocabulary=vocabulary, purpose=purpose_of(run))
+        return prepare_data(data, tokenizer, run.train.seed, vocabulary=vocabulary, purpose=purpose, labels=labels)
     except UserError as error:
         field = error.field.replace("data.train", "data")
         raise UserError(field, error.value, error.problem, error.remedy) from None

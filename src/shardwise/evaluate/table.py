@@ -13,6 +13,10 @@ from shardwise.evaluate.figures import Difference, Figure, Measured, difference
 from shardwise.observe.progress import _duration
 
 MOST_GROUPS = 60
+INCOMPARABLE = {
+    "loss": "the models cut the data into different tokens, so their losses cannot be compared",
+    "grade": "the judge's grades could be read for different questions, so they are not compared",
+}
 
 
 def print_results(models: Sequence[str], results: dict[str, list[Measured]], console: Console) -> None:
@@ -31,8 +35,9 @@ def print_results(models: Sequence[str], results: dict[str, list[Measured]], con
         _add(table, task, found, compared)
         for label, one in zip(labels, found, strict=True):
             notes += [f"{task}, {label}: {note}" for note in one.notes] if one else []
-        if compared and any(_incomparable(one, found[0]) for one in found[1:]):
-            notes.append(f"{task}: the models cut the data into different tokens, so their losses cannot be compared")
+        for name, why in INCOMPARABLE.items():
+            if compared and any(_incomparable(one, found[0], name) for one in found[1:]):
+                notes.append(f"{task}: {why}")
     console.print(table, highlight=False)
     for note in notes:
         console.print(f"  {note}", highlight=False, markup=False, style="yellow")
@@ -87,6 +92,8 @@ def shown_difference(found: Difference | None) -> str:
     return f" ({found.value:+.4f}{error}){'*' if found.clear else ' '}"
 
 
-def _incomparable(one: Measured | None, first: Measured | None) -> bool:
-    both = (_figure(one, "loss"), _figure(first, "loss"))
-    return both[0] is not None and both[1] is not None and difference(both[0], both[1]) is None
+def _incomparable(one: Measured | None, first: Measured | None, name: str) -> bool:
+    two, base = _figure(one, name), _figure(first, name)
+    if two is None or base is None or math.isnan(two.value - base.value):
+        return False
+    return difference(two, base) is None

@@ -23,6 +23,10 @@ _PAIR = (
     "order in which they are shown nor the length of a reply is a merit. Say first, in a few sentences, how they "
     "differ. Then close with one line, one of\nVerdict: A\nVerdict: B\nVerdict: tie"
 )
+# Said again behind the conversation: small judges forget what stood before it, and an answer that is judged should not
+# have the last word.
+_SINGLE_END = "Assess the assistant's final reply, then close with one line of the form\nRating: N"
+_PAIR_END = "Compare the two final replies, then close with one line: Verdict: A, Verdict: B or Verdict: tie."
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,12 @@ class Exchange:
 
 def single_prompt(exchange: Exchange) -> list[dict[str, str]]:
     """What the judge is asked about one model's answer."""
-    return _messages(_SINGLE, [_reference(exchange), _told(exchange, "Assistant")])
+    return _messages(_SINGLE, [_reference(exchange), _told(exchange, "Assistant"), _SINGLE_END])
 
 
 def pair_prompt(first: Exchange, second: Exchange) -> list[dict[str, str]]:
     """What the judge is asked about two; `first` is shown as A."""
-    parts = [_reference(first), _told(first, "Assistant A"), _told(second, "Assistant B")]
+    parts = [_reference(first), _told(first, "Assistant A"), _told(second, "Assistant B"), _PAIR_END]
     return _messages(_PAIR, parts)
 
 

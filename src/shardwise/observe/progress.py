@@ -94,9 +94,8 @@ class Progress:
     def evaluated(self, record: Record) -> None:
         """Shows an evaluation record above the line."""
         line = Text(f"step {record['step']}  evaluation", style="bold" if self.mode == "live" else "")
-        for key, found in record.items():
-            value = _number(found) if key not in ("step", "time") else None
-            if value is not None:
+        for key, given in record.items():  # loss, perplexity, and what the objective tells: an accuracy, a margin
+            if key not in ("step", "time") and (value := _number(given)) is not None:
                 line.append(f"  {key} {_six(value)}")
         told = {name: _number(value) for name, value in (record.get("losses") or {}).items()}
         if told:
