@@ -56,7 +56,8 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (4, ("rotary_dim", "qk_rope_head_dim", "laurel_rank", "mamba_dt_rank", "time_step_rank")),
     (1, (
         "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts", "mamba_n_groups",
-        "n_groups", "num_nextn_predict_layers_used", "num_hidden_groups", "inner_group_num", "attn_layer_offset", "expert_layer_offset",
+        "n_groups", "num_nextn_predict_layers_used", "num_hidden_groups", "inner_group_num", "attn_layer_offset",
+        "expert_layer_offset",
     )),
     (8, (
         "mamba_d_state", "state_size", "ssm_state_size", "mamba_n_heads", "mamba_num_heads", "mamba_d_head",

@@ -1,6 +1,6 @@
 """What each part of a model is, and how it may be divided: found by watching a tiny model of the same class run once.
 
-[Note: heights] Within a block the residual stream is whole on every rank. A layer with one more linear layer after it is
+[Note: heights] Within a block the residual stream is whole on every rank. A layer with one more linear one after it is
 cut by outputs (column), the layer after it by inputs (row), and one sum puts the stream together again. What has more
 layers to come (low-rank queries, gates of gates), or none before and none after it (a router), stays whole: its output
 is needed everywhere. So the height above the end of the block and whether a layer is fed by another tell the cut.
@@ -66,7 +66,7 @@ def inputs_for(model: Any, vocabulary: int) -> dict[str, torch.Tensor]:
 def find_roles(model: Any) -> Roles:
     """The roles in a model that can run here, which a shrunk one can (models/shrink.py)."""
     model.eval()
-    seen = watch_forward(model, inputs_for(model, model.get_input_embeddings().num_embeddings))
+    seen = watch_forward(model, inputs_for(model, model.config.get_text_config(decoder=True).vocab_size))
     found: dict[str, list[Role]] = {}
     blocks = {name for name, _ in find_blocks(model)}
     for name, module in model.named_modules():

@@ -137,7 +137,9 @@ def _reads(name: str, seen: Seen, taint: _Taint) -> Any:
 
 
 def _makes(name: str, taint: _Taint) -> Any:
-    def hook(_: Any, __: Any, output: torch.Tensor) -> None:
-        taint.of[output] = frozenset({name})
+    def hook(_: Any, __: Any, output: Any) -> None:
+        for x in tree_iter(output):
+            if isinstance(x, torch.Tensor):
+                taint.of[x] = frozenset({name})
 
     return hook
