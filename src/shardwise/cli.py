@@ -196,6 +196,9 @@ def export(
     if private and push is None:
         raise UserError("--private", None, "has no effect without --push", "add --push owner/name, or leave it out")
     hub = check_hub(push) if push is not None else None
+    if gguf is None and target.suffix == ".gguf":
+        problem = "is the name of a GGUF file, but a Hugging Face folder would be written"
+        raise UserError("target", str(target), problem, "add --gguf with a type, e.g. --gguf q8_0, or name a folder")
     wanted: Check = "auto" if check is None else check
     if gguf is not None:
         if dtype != "auto":

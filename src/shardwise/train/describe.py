@@ -176,6 +176,8 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     console.print(f"done: {result.step} steps, {loss}{held}")
     talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
     console.print(f"  model    {result.model}{talk}", highlight=False)
+    if result.exported and result.exported != f"step-{result.step:08d}":  # the figures above are the last step's
+        console.print(f"           of {result.exported}, the best by {job.run.checkpoint.best.metric}", highlight=False)
     if result.check:
         console.print(f"  check    {result.check}", highlight=False, markup=False)
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)
