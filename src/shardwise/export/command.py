@@ -128,6 +128,7 @@ def _write_file(
         parameters = sum(_product(one.shape) for one in plan.tensors)
         checked = too_large(parameters, 3) if check == "auto" else None
         if check is not False and checked is None:
+            say("reading it back and comparing with the trained model")
             ids = sample_ids(tokenizer, config.vocab_size, samples)
             checked = check_export(reference, lambda: load_gguf(partial, config), ids, plan.kind, target)
         os.replace(partial, target)
