@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.errors import Interrupted, RunFailed, UserError, UserErrors
+from shardwise.errors import Interrupted, RunFailed, UserError, apart
 
 app = typer.Typer(
     name="shardwise",
@@ -138,7 +138,7 @@ def data(
         loaded = load_run(run_file, overrides or ())
     except UserError as error:
         if as_json:
-            print_failure(error.errors if isinstance(error, UserErrors) else [error])
+            print_failure(apart(error))
         raise
     raise typer.Exit(show_data(loaded.run, run_file.name, rows, row or [], html, as_json))
 
@@ -452,7 +452,7 @@ def main(argv: list[str] | None = None) -> Any:
     except (UserError, RunFailed, Interrupted) as error:
         if _has_the_word(error):
             label = "" if isinstance(error, Interrupted) else "error: "
-            for one in error.errors if isinstance(error, UserErrors) else [error]:
+            for one in apart(error) if isinstance(error, UserError) else [error]:
                 print(f"{label}{one}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

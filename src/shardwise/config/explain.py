@@ -13,7 +13,7 @@ from shardwise.config.methods import METHODS
 from shardwise.config.objectives import OBJECTIVES
 from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
 from shardwise.config.section import Clash
-from shardwise.errors import UserError, UserErrors
+from shardwise.errors import UserError, together
 
 _EXAMPLES = {
     "model": "add e.g. model: smollm2-135m-instruct",
@@ -90,7 +90,7 @@ def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserEr
     for path in sorted(firsts):
         same = [d for d in details if _field_path(d["loc"]) == path]
         found.append(_explain_one(firsts[path], [*same, *([] if found else others)], origin, base))
-    return found[0] if len(found) == 1 else UserErrors(found)
+    return together(found)
 
 
 def _of_source(detail: Any) -> bool:
