@@ -20,7 +20,7 @@ demo: setup
 	@$(BIN)/shardwise demo
 
 test: setup
-	@$(BIN)/python -m pytest -m "not slow" -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
 
 test-all: setup
 	@$(BIN)/python -m pytest -q

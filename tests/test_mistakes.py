@@ -327,7 +327,7 @@ MISTAKES = [
     # the other commands
     Mistake("export of nothing", ("checkpoint = 'missing'", "no such folder"), "output folder",
             args=("export", "missing", "target")),
-    Mistake("export of no checkpoint", ("checkpoint = 'model'", "holds no checkpoint"), "output folder",
+    Mistake("export of no checkpoint", ("checkpoint = 'model'", "a Hugging Face folder already"), "output folder",
             args=("export", "model", "target")),
     Mistake("export in an unknown type", ("--dtype = 'int3'", "not known"), "bf16",
             args=("export", "missing", "target", "--dtype", "int3")),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.errors import Interrupted, RunFailed, UserError, UserErrors
+from shardwise.errors import Interrupted, RunFailed, UserError, apart
 
 app = typer.Typer(
     name="shardwise",
@@ -138,7 +138,7 @@ def data(
         loaded = load_run(run_file, overrides or ())
     except UserError as error:
         if as_json:
-            print_failure(error.errors if isinstance(error, UserErrors) else [error])
+            print_failure(apart(error))
         raise
     raise typer.Exit(show_data(loaded.run, run_file.name, rows, row or [], html, as_json))
 
@@ -196,6 +196,9 @@ def export(
     if private and push is None:
         raise UserError("--private", None, "has no effect without --push", "add --push owner/name, or leave it out")
     hub = check_hub(push) if push is not None else None
+    if gguf is None and target.suffix == ".gguf":
+        problem = "is the name of a GGUF file, but a Hugging Face folder would be written"
+        raise UserError("target", str(target), problem, "add --gguf with a type, e.g. --gguf q8_0, or name a folder")
     wanted: Check = "auto" if check is None else check
     if gguf is not None:
         if dtype != "auto":
@@ -467,7 +470,7 @@ def main(argv: list[str] | None = None) -> Any:
     except (UserError, RunFailed, Interrupted) as error:
         if _has_the_word(error):
             label = "" if isinstance(error, Interrupted) else "error: "
-            for one in error.errors if isinstance(error, UserErrors) else [error]:
+            for one in apart(error) if isinstance(error, UserError) else [error]:
                 print(f"{label}{one}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -37,6 +37,16 @@ class UserErrors(UserError):
         return type(self), (self.errors,)
 
 
+def together(errors: list[UserError]) -> UserError:
+    """One mistake as it is, several as one."""
+    return errors[0] if len(errors) == 1 else UserErrors(errors)
+
+
+def apart(error: UserError) -> list[UserError]:
+    """The mistakes that an error tells."""
+    return error.errors if isinstance(error, UserErrors) else [error]
+
+
 class RunFailed(Exception):
     """A run that started and ended badly: the message names rank, step, reason and log file."""
 

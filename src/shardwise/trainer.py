@@ -29,6 +29,7 @@ class Result:
     model: Path
     metrics: list[dict[str, Any]]
     check: str | None = None  # what comparing the exported folder with the trained model said
+    exported: str | None = None  # the checkpoint that the model is of
 
 
 class Trainer:
@@ -101,6 +102,7 @@ class Trainer:
             Path(summary["model"]),
             read_metrics(job.output / "metrics.jsonl"),
             summary.get("check"),
+            summary.get("exported"),
         )
 
 

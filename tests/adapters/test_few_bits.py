@@ -26,6 +26,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_stage_trains_alike(tmp_path: Path) -> None:
     """Two ranks; the base takes a byte or less for each of its weights, and a share of that at stage 3."""
     saved_model(tmp_path / "llama", LLAMA)

@@ -233,6 +233,11 @@ def test_command_line_prints_every_origin(
         ("background: 1", "background", 1, "checkpoint.background"),  # rather than backend, which is nearer by place
         ("lr: 1", "lr", 1, "train.learning_rate"),
         ("export: {max_steps: 7}", "export.max_steps", 7, "train.steps"),
+        ("method: {type: lora, rnak: 4}", "method.rnak", 4, "method.rank"),
+        ("method: {type: lora, r: 4}", "method.r", 4, "method.rank"),
+        ("method: {type: qlora, target_modules: q}", "method.target_modules", "q", "method.targets"),
+        ("lora_alpha: 32", "lora_alpha", 32, "method.alpha"),
+        ("objective: {type: dpo, bta: 1}", "objective.bta", 1, "objective.beta"),  # and not train.betas
     ],
 )
 def test_unknown_key_names_the_nearest(tmp_path: Path, addition: str, field: str, value: Any, meant: str) -> None:
@@ -250,6 +255,35 @@ def test_unknown_key_in_a_source(tmp_path: Path) -> None:
 def test_unknown_key_far_from_any_lists_the_known(tmp_path: Path) -> None:
     error = mistake(tmp_path, SMALL + "parallel: {xyz: 1}")
     assert error.remedy.startswith("known here: zero, ")
+
+
+@pytest.mark.parametrize(
+    ("addition", "field", "value", "problem", "remedy"),
+    [
+        ("method: lorra", "method", "lorra", "is not known", "did you mean lora?"),
+        ("objective: grpo", "objective", "grpo", "is not known", "did you mean orpo?"),
+        ("objective: reward", "objective", "reward", "is not known", "use one of causal, "),
+        ("method: 3", "method", 3, "expected a name or a mapping", "use one of full, lora, "),
+        ("method: {rank: 4}", "method", None, "no type", "add type: lora or qlora"),
+        (
+            "method: {type: ia3, rank: 4}",
+            "method.rank",
+            4,
+            "unknown key",
+            "rank is a setting of lora and qlora; ia3 takes",
+        ),
+        ("method: {type: lora, rank: 0}", "method.rank", 0, "at least 1", "method.rank: of the updates"),
+        ("objective: {type: masked, share: 2}", "objective.share", 2, "below 1", "objective.share: of the tokens"),
+        ("objective: distill", "objective.teacher", None, "is required", "add objective.teacher"),
+        ("objective: {type: distill, teacher: t, cache: true}", "objective.cache", True, "top_k", "set top_k"),
+    ],
+)
+def test_mistakes_in_a_section_of_several_kinds(
+    tmp_path: Path, addition: str, field: str, value: Any, problem: str, remedy: str
+) -> None:
+    error = mistake(tmp_path, SMALL + addition)
+    assert (error.field, error.value) == (field, value)
+    assert problem in error.problem and error.remedy.startswith(remedy)
 
 
 def test_unknown_key_on_the_command_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shardwise.evaluate.figures import Figure, by_group, difference, ratio
+from shardwise.evaluate.table import shown
 
 
 def test_the_error_of_a_share() -> None:
@@ -56,3 +57,8 @@ def test_items_that_could_not_be_measured_are_no_items() -> None:
 def test_groups() -> None:
     found = by_group("accuracy", [1.0, 0.0, 1.0], ["b", "a", None])
     assert {name: f.value for name, f in found.items()} == {"a": 0.0, "b": 1.0}
+
+
+def test_a_loss_of_one_batch_is_no_count() -> None:
+    assert shown(Figure("loss", 0.6995, count=1)) == "0.6995"  # it has no error, and was once told as 1
+    assert [shown(Figure(name, 3, count=5)) for name in ("win", "tie", "loss")] == ["3", "3", "3"]

@@ -57,6 +57,20 @@ def test_no_paths_and_no_secrets(output: Path, tmp_path: Path) -> None:
     assert front(card)["datasets"] == ["owner/set"] and "base_model" not in front(card) and "base" in card
 
 
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"method": {"type": "lora", "rank": 4}, "objective": "dpo"},
+     ["method.type", "method.rank", "objective.type"]),
+    ({"method": "full", "objective": {"type": "distill", "teacher": "big", "weight": 0.7}},
+     ["objective.type", "objective.teacher", "objective.weight"]),
+])  # fmt: skip
+def test_settings_of_a_kind_are_held_against_its_own_defaults(
+    tmp_path: Path, changes: dict[str, Any], told: list[str]
+) -> None:
+    run = load_run(tiny_run(tmp_path, **changes)).run.model_dump(mode="json")
+    settings = [key for key, _ in gather(run, None).settings]
+    assert [key for key in settings if key.startswith(("method", "objective"))] == told
+
+
 def test_the_base_and_its_license(tmp_path: Path) -> None:
     run = {"model": {"name": "smollm2-135m-instruct"}, "data": {"train": []}}
     head = front(make_card(gather(run, None), "m", "causal", "bf16"))

@@ -111,10 +111,22 @@ def test_the_command(output: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options, words", [
     (("--gguf", "q3_k"), "use one of f32"), (("--gguf", "f16", "--dtype", "bf16"), "--dtype"),
     (("--private",), "has no effect without --push"), (("--push", "no repo!"), "owner/name"),
+    ((), "add --gguf with a type"),
 ])  # fmt: skip
 def test_mistakes(output: Path, tmp_path: Path, options: tuple[str, ...], words: str) -> None:
     code, _, err = cli.command("export", output, tmp_path / "x.gguf", *options)
     assert code == 2 and words in err and "Traceback" not in err and not list(tmp_path.iterdir())
+
+
+def test_what_is_no_run_is_told_apart(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    for options in ((), ("--gguf", "f16")):
+        target = tmp_path / ("x.gguf" if options else "x")
+        code, _, err = cli.command("export", tmp_path / "adapter", target, *options)
+        assert code == 2 and "is an adapter, not a run" in err and "the run that trained it" in err
+    code, _, err = cli.command("export", output / "model", tmp_path / "x")
+    assert code == 2 and "is a Hugging Face folder already" in err
 
 
 def test_a_run_that_cannot_become_gguf_says_so_first(output: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_reference_
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.mark.parametrize("columns", [7, 8192, 50257, 128256])

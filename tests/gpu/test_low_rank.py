@@ -10,7 +10,7 @@ from shardwise.adapters.layers import attach_lora
 from shardwise.adapters.quantized import dequantized, quantize_linears
 from shardwise.kernels.low_rank import add_low_rank_
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.mark.parametrize("rank", [4, 16, 64])

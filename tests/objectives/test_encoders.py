@@ -276,8 +276,15 @@ def test_a_decoder_that_looks_ahead_is_refused(shared: Path) -> None:
         check_decoder(_Unsharded(model), 400, "bart", torch.device("cpu"))  # type: ignore[arg-type]
 
 
+# The first of each kind; the others are slow tests.
+COMMANDS = [
+    pytest.param(*p, marks=() if p[0] in ("t5", "bert") else pytest.mark.slow)
+    for p in [p for p in ALL if p[0] in ("t5", "bart")] + [ALL[3], ALL[4], ALL[6]]
+]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "objective"), [p for p in ALL if p[0] in ("t5", "bart")] + [ALL[3], ALL[4], ALL[6]])
+@pytest.mark.parametrize(("name", "objective"), COMMANDS)
 def test_the_command_trains_it(shared: Path, name: str, objective: str) -> None:
     out = shared / f"command-{name}"
     run = encoder_run(shared, name, objective, output=str(out), data__eval=0.1)

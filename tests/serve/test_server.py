@@ -174,6 +174,7 @@ HI = [{"role": "user", "content": "Hi"}]
         ({"messages": "Hi"}, 400, "messages", "list"),
         ({"messages": []}, 400, "messages", "at least 1"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role", "system"),
+        ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "required"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content", "valid string"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

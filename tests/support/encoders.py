@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.tiny import PAIRS
+from support.tiny import PAIRS, changed
 
 _SMALL: dict[str, Any] = dict(vocab_size=400, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 _BERT = _SMALL | dict(
@@ -116,10 +116,4 @@ def encoder_run(tmp: Path, model: str, objective: str, /, **changes: Any) -> dic
         "checkpoint": {"every": None},
         "output": str(tmp / "out"),
     }
-    for path, value in changes.items():
-        place = run
-        *parents, leaf = path.split("__")
-        for part in parents:
-            place = place.setdefault(part, {})
-        place[leaf] = value
-    return run
+    return changed(run, changes)

@@ -102,6 +102,11 @@ def tiny_run(tmp: Path, model: Any = None, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"every": None},
         "output": str(tmp / "out"),
     }
+    return changed(run, changes)
+
+
+def changed(run: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The run with values at dotted paths that have __ for dots."""
     for path, value in changes.items():
         place = run
         *parents, leaf = path.split("__")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.tiny import tiny_run
 
 from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
 from shardwise.errors import UserError
+from shardwise.train.describe import print_result
 from shardwise.train.state import Position
 from shardwise.train.watch import Watch, better, figure_of
 from shardwise.trainer import Trainer
@@ -99,6 +102,9 @@ def test_a_run_that_no_longer_improves_stops_resumes_and_exports_its_best(tmp_pa
     assert summary["ended"].startswith("stopped early: eval_loss") and summary["exported"] == "step-00000001"
     folders = sorted(p.name for p in (out / "checkpoints").iterdir() if not p.name.startswith("."))
     assert folders == ["step-00000001", "step-00000003"]
+    told = Console(file=io.StringIO(), width=200)
+    print_result(result, Trainer(run).prepare(), told)
+    assert "of step-00000001, the best by perplexity" in told.file.getvalue()  # type: ignore[attr-defined]
 
     shutil.rmtree(out / "model")
     run["ranks"] = 1

@@ -7,13 +7,13 @@ backward needs of the weight is the parameter itself, which FSDP frees and gathe
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from shardwise.adapters.packed_linear import unpacked
 from shardwise.kernels.low_rank import add_low_rank_
-from shardwise.kernels.nf4 import Bits, RowFormat, dequantize
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 FLOATS = (0, "", False)  # of a weight that is not packed
@@ -55,7 +55,7 @@ def _dense(
 ) -> torch.Tensor:
     """The weight as out × in."""
     if bits:
-        weight = dequantize(weight, RowFormat(columns, cast(Bits, bits), double), dtype)
+        return unpacked(weight, dtype, columns, bits, double, transposed)
     return weight.t() if transposed else weight
 
 

@@ -15,13 +15,20 @@ from torch import nn
 from shardwise.kernels.nf4 import Bits, RowFormat, dequantize
 
 
+def unpacked(
+    packed: torch.Tensor, dtype: torch.dtype, columns: int, bits: str, double: bool, transposed: bool
+) -> torch.Tensor:
+    """The weight as out × in; columns, bits and double as RowFormat has them."""
+    weight = dequantize(packed, RowFormat(columns, cast(Bits, bits), double), dtype)
+    return weight.t() if transposed else weight
+
+
 @torch.library.custom_op("shardwise::packed_linear", mutates_args=())
 def packed_linear(
     x: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool
 ) -> torch.Tensor:
     """x times the weight, which has outputs for rows unless it is transposed."""
-    weight = dequantize(packed, RowFormat(columns, cast(Bits, bits), double), x.dtype)
-    return nn.functional.linear(x, weight.t() if transposed else weight)
+    return nn.functional.linear(x, unpacked(packed, x.dtype, columns, bits, double, transposed))
 
 
 @torch.library.custom_op("shardwise::packed_linear_backward", mutates_args=())
@@ -29,8 +36,7 @@ def packed_linear_backward(
     gradient: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool
 ) -> torch.Tensor:
     """The gradient of packed_linear's input."""
-    weight = dequantize(packed, RowFormat(columns, cast(Bits, bits), double), gradient.dtype)
-    return nn.functional.linear(gradient, weight if transposed else weight.t())
+    return nn.functional.linear(gradient, unpacked(packed, gradient.dtype, columns, bits, double, transposed).t())
 
 
 @packed_linear.register_fake

@@ -66,7 +66,9 @@ def read_config(folder: Path, field: str = "adapter") -> dict[str, Any]:
         kind = str(config["peft_type"]).upper()
     except FileNotFoundError:
         problem = f"has no {CONFIG}" if folder.is_dir() else "there is no such folder"
-        raise UserError(field, str(folder), problem, "give a folder that peft or shardwise wrote") from None
+        run = is_adapter(folder / "model")  # of a run the output folder was given
+        remedy = f"give {folder / 'model'}" if run else "give a folder that peft or shardwise wrote"
+        raise UserError(field, str(folder), problem, remedy) from None
     except (ValueError, KeyError, TypeError) as error:
         problem = f"its {CONFIG} is not valid ({error})"
         raise UserError(field, str(folder), problem, "fetch the adapter again") from None

@@ -137,6 +137,7 @@ def _agree(adapter: str, key: str, value: Any, mine: Any, theirs: Any) -> None:
     if mine != theirs:
         told = sorted(set(theirs.values())) if isinstance(theirs, dict) else theirs
         told = sorted(told)[:6] if isinstance(told, set) else told
+        told = ", ".join(map(str, told)) if isinstance(told, list) else told
         problem = f"the adapter {adapter} has {told} instead"
         raise UserError(f"method.{key}", value, problem, "leave it out: it comes with the adapter")
 

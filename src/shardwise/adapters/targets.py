@@ -75,7 +75,8 @@ def find_parameters(named: Mapping[str, nn.Parameter], patterns: Sequence[str], 
         hits = [name for name in named if any(matches(part, pattern) for part in _prefixes(name))]
         if not hits:
             around = list(dict.fromkeys(part for name in named for part in _prefixes(name)))
-            raise _nothing(field, pattern, around, [], {}, "matches no parameter that is trained")
+            modules = [name.rpartition(".")[0] or name for name in named]
+            raise _nothing(field, pattern, around, [], {}, "matches no parameter that is trained", modules)
         found |= set(hits)
     return [name for name in named if name in found]
 
@@ -152,14 +153,21 @@ def _nothing(
     others: Sequence[str],
     modules: Mapping[str, nn.Module],
     problem: str = "matches nothing in this model",
+    examples: Sequence[str] = (),
 ) -> UserError:
+    if field == "method.targets" and pattern in ("linear", "all-linear", "all"):  # as others write it, or in a list
+        return UserError(field, pattern, problem, "write targets: linear for every linear layer but the head")
     if others:
         problem = f"matches {others[0]} ({type(modules[others[0]]).__name__}), which is no linear layer"
         return UserError(field, pattern, problem, f"name linear layers, e.g. {_some(candidates)}")
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in candidates))
     near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=3, cutoff=0.5)
     near = near or difflib.get_close_matches(pattern, list(candidates), n=3, cutoff=0.5)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"name some that are there, e.g. {_some(candidates)}"
+    remedy = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"name some that are there, e.g. {_some(examples or candidates)}"
+    )
     return UserError(field, pattern, problem, remedy)
 
 

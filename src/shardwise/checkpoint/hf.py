@@ -21,7 +21,7 @@ from shardwise.adapters.export import (
     write_adapter,
 )
 from shardwise.adapters.merge import Merger, find_base
-from shardwise.adapters.peft import CONFIG
+from shardwise.adapters.peft import CONFIG, is_adapter
 from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, list_checkpoints
 from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.errors import UserError
@@ -37,8 +37,17 @@ def find_checkpoint(path: Path) -> Path:
     for root in (path / "checkpoints", path):
         if found := list_checkpoints(root):
             return found[-1]
-    raise UserError("checkpoint", str(path), "holds no checkpoint" if path.exists() else "there is no such folder",
-                    "give a run's output folder or one of its checkpoints/step-… folders")  # fmt: skip
+    remedy = "give a run's output folder or one of its checkpoints/step-… folders"
+    if not path.exists():
+        raise UserError("checkpoint", str(path), "there is no such folder", remedy)
+    if is_adapter(path):
+        remedy = "give the run that trained it (--merged and --gguf put its base in), or merge it with peft"
+        raise UserError("checkpoint", str(path), "is an adapter, not a run: its base is not in it", remedy)
+    if (path / "config.json").is_file():
+        raise UserError(
+            "checkpoint", str(path), "is a Hugging Face folder already, not a run", f"{remedy}, or a --gguf"
+        )
+    raise UserError("checkpoint", str(path), "holds no checkpoint", remedy)
 
 
 def export_checkpoint(

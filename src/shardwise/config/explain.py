@@ -9,9 +9,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from shardwise.config.methods import METHODS
+from shardwise.config.objectives import OBJECTIVES
 from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
 from shardwise.config.section import Clash
-from shardwise.errors import UserError, UserErrors
+from shardwise.errors import UserError, together
 
 _EXAMPLES = {
     "model": "add e.g. model: smollm2-135m-instruct",
@@ -35,6 +37,28 @@ _ELSEWHERE = {
     "dataset": "data.train",
     "output_dir": "output",
     "max_seq_length": "data.sequence_length",
+    "base_model": "model",
+    "model_name_or_path": "model",
+    "val_set_size": "data.eval",
+    "num_epochs": "train.epochs",
+    "warmup_ratio": "train.warmup",
+    "lr_scheduler_type": "train.schedule",
+    "beta": "objective.beta",
+    "load_in_4bit": "method: qlora",
+    "load_in_8bit": "method: {type: qlora, bits: int8}",
+    "adapter": "method",
+    "rank": "method.rank",
+    "r": "method.rank",
+    "lora_r": "method.rank",
+    "lora_alpha": "method.alpha",
+    "lora_dropout": "method.dropout",
+    "use_rslora": "method.rslora",
+    "use_dora": "method.dora",
+    "target_modules": "method.targets",
+    "lora_target_modules": "method.targets",
+    "lora_target_linear": "method.targets",
+    "modules_to_save": "method.also",
+    "lora_modules_to_save": "method.also",
 }
 # What others call the values of ours.
 _SYNONYMS = {
@@ -43,7 +67,10 @@ _SYNONYMS = {
 }  # fmt: skip
 # What pydantic adds to a location for unions, tags and validators; none of these is a key of ours.
 _MARKERS = {"int", "float", "str", "bool", "literal", "constrained-int", "constrained-float", "share", "sources"}
-_MARKERS |= {"named", *DEEPSPEED_SCHEDULES}
+# Sections that are one of several, by their type, which pydantic adds to the location.
+_KINDS: dict[str, dict[str, Any]] = {"method": METHODS, "objective": OBJECTIVES}
+_ALTERNATIVES: dict[str, Any] = METHODS | OBJECTIVES | DEEPSPEED_SCHEDULES
+_MARKERS |= {"named", *_ALTERNATIVES}
 
 
 def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserError:
@@ -63,7 +90,7 @@ def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserEr
     for path in sorted(firsts):
         same = [d for d in details if _field_path(d["loc"]) == path]
         found.append(_explain_one(firsts[path], [*same, *([] if found else others)], origin, base))
-    return found[0] if len(found) == 1 else UserErrors(found)
+    return together(found)
 
 
 def _of_source(detail: Any) -> bool:
@@ -87,9 +114,24 @@ def _explain_one(first: Any, details: list[Any], origin: dict[str, str], base: s
         return UserError(path, None, f"is required, but {base} does not set it{more}", remedy)
     if isinstance(clash := first.get("ctx", {}).get("error"), Clash):
         return _clash(clash, path, value, origin, base, more)
+    if kind in _KINDS:
+        return _unknown_kind(path, kind, value, f"{where}{more}")
     same = [d for d in details if _field_path(d["loc"]) == path]
     shown = None if isinstance(value, (dict, BaseModel)) else list(value) if isinstance(value, tuple) else value
     return UserError(path or base, shown, f"{_problem(same)} {where}{more}", _remedy(path, same))
+
+
+def _unknown_kind(path: str, section: str, value: Any, where: str) -> UserError:
+    """A section of several alternatives whose type is none of them, or is not said."""
+    known = list(_KINDS[section])
+    if not isinstance(value, dict):
+        return UserError(path, value, f"expected a name or a mapping {where}", f"use one of {', '.join(known)}")
+    if "type" not in value:
+        has = [kind for kind, fields in _KINDS[section].items() if set(value) <= set(fields.model_fields)]
+        return UserError(path, None, f"has settings, but no type {where}", f"add type: {' or '.join(has or known)}")
+    meant = _meant(value["type"], known)
+    remedy = f"did you mean {meant}?" if meant else f"use one of {', '.join(known)}"
+    return UserError(path, value["type"], f"is not known {where}", remedy)
 
 
 def near_file(path: Path, pattern: str) -> Path | None:
@@ -175,7 +217,8 @@ def _remedy(path: str, details: list[Any]) -> str:
     if any(d["type"] in _SECTION_EXPECTED for d in details):
         keys = ", ".join(_keys_at(tuple(path.split("."))))
         return f"{_EXAMPLES[path]} (settings: {keys})" if path in _EXAMPLES else f"{path} takes {keys}"
-    description = next((str(f.description) for f in reversed(_fields_along(path)) if f.description), None)
+    along = _fields_along(details[0]["loc"] if details else tuple(path.split(".")))
+    description = next((str(f.description) for f in reversed(along) if f.description), None)
     return f"{path}: {description}" if description else "see `shardwise config --schema` for what is allowed here"
 
 
@@ -192,7 +235,7 @@ def _meant(value: Any, choices: list[str]) -> str | None:
 def takes_text(path: str) -> bool:
     """Whether a setting is text, such as a folder."""
     parts = path.split(".")
-    fields = _fields_along(path)
+    fields = _fields_along(tuple(parts))
     return len(fields) == len(parts) and str in (fields[-1].annotation, *get_args(fields[-1].annotation))
 
 
@@ -200,7 +243,9 @@ def _nearest(loc: tuple[int | str, ...]) -> str:
     """The key that was meant: the same name elsewhere, else the nearest here, else the nearest elsewhere."""
     key, section = str(loc[-1]), _field_path(loc[:-1])
     known = _keys_at(loc[:-1])
-    leaves = _leaves() | _ELSEWHERE
+    if others := [kind for kind, fields in _KINDS.get(section, {}).items() if key in fields.model_fields]:
+        return f"{key} is a setting of {' and '.join(others)}; {loc[-2]} takes {', '.join(known)}"
+    leaves = _ELSEWHERE if section in _KINDS else _leaves() | _ELSEWHERE
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if key in leaves:
         meant = leaves[key]
@@ -221,14 +266,16 @@ def _leaves() -> dict[str, str]:
     return {path.rpartition(".")[2]: path for path in reversed([*Run.model_fields, *paths])}
 
 
-def _fields_along(path: str) -> list[Any]:
+def _fields_along(loc: tuple[int | str, ...]) -> list[Any]:
     found: list[Any] = []
     section: Any = Run
-    for part in path.split("."):
+    for part in map(str, loc):
         info = getattr(section, "model_fields", {}).get(part)
         if info is not None:
             found.append(info)
             section = _section_in(info.annotation)
+        elif part in _ALTERNATIVES:
+            section = _ALTERNATIVES[part]
         elif not part.isdigit():
             break
     return found
@@ -245,15 +292,18 @@ def _keys_at(loc: tuple[int | str, ...]) -> list[str]:
     for part in loc:
         if isinstance(part, str) and part in getattr(section, "model_fields", {}):
             section = _section_in(section.model_fields[part].annotation) or section
-        elif part in DEEPSPEED_SCHEDULES:  # pydantic names the alternative it took
-            section = DEEPSPEED_SCHEDULES[str(part)]
+        elif part in _ALTERNATIVES:  # pydantic names the one it took
+            section = _ALTERNATIVES[str(part)]
     return list(section.model_fields)
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
-    """The location as the user wrote it."""
-    parts = [str(p) for p in loc if isinstance(p, int) or ("[" not in p and "(" not in p and p not in _MARKERS)]
-    return ".".join(parts)
+    """The location as the user wrote it; below a kind stands a key, whatever it is called (objective.share)."""
+    return ".".join(
+        str(part)
+        for above, part in zip((None, *loc), loc, strict=False)
+        if isinstance(part, int) or above in _ALTERNATIVES or not ("[" in part or "(" in part or part in _MARKERS)
+    )
 
 
 def _ancestors(path: str) -> list[str]:

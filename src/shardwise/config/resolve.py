@@ -273,6 +273,7 @@ def check_plusplus(parallel: Parallel, ranks: int) -> None:
         problem = f"is larger than the {whole}" if secondary > group else f"does not divide the {whole}"
         useful = divisors[1:-1]  # 1 would keep all of it on every rank, and the whole group saves nothing
         remedy = f"use one of {useful}, or leave it out" if useful else "leave it out: there are no parts to keep it in"
+        remedy += "; on several hosts, start it under torchrun on all of them" * (secondary > group)
         raise UserError("parallel.secondary_shard", secondary, problem, remedy)
 
 

@@ -141,8 +141,8 @@ def _packing(bill: Bill) -> list[Notice]:
         text = f"rows fill {full} of data.sequence_length and are padded to the longest of their batch"
         return [Notice("packing", "", f"{text}; data.packing: true puts several into a sequence")]
     if packing.sequences < FEW_SEQUENCES:
-        several = "sequence" if packing.sequences == 1 else "sequences"
-        text += f": all data fill {packing.sequences} {several} of {packing.sequence_length:,} tokens"
+        sequences = counted(packing.sequences, "sequence", "sequences")
+        text += f": all data fill {sequences} of {packing.sequence_length:,} tokens"
         return [Notice("packing", "", f"{text}; a shorter data.sequence_length or more data would fill them")]
     if mean * 3 > packing.sequence_length:
         text += f": data.sequence_length is short for documents of {mean:,.0f} tokens on average, which leave gaps"

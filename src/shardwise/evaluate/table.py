@@ -78,7 +78,9 @@ def shown(figure: Figure | None) -> str:
         return "nothing to measure"
     text = (
         f"{figure.value:.0f}"
-        if figure.name in ("win", "tie", "loss") and figure.error is None
+        if figure.name in ("win", "tie", "loss")
+        and figure.error is None
+        and float(figure.value).is_integer()  # a judge's
         else f"{figure.value:.4f}"
     )
     return text + (f" ± {figure.error:.4f}" if figure.error is not None else "")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.adapters.export import base_of, holds_adapter
-from shardwise.adapters.peft import WEIGHTS
+from shardwise.adapters.peft import WEIGHTS, is_adapter
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, RUN, read_trainer
 from shardwise.config.schema import Model
@@ -75,7 +75,7 @@ def export_folder(
     def finish(folder: Path) -> None:
         checked = _check_folder(checkpoint, folder, target, check, most)
         facts = _facts_of(checkpoint)
-        adapter = (folder / "adapter_config.json").is_file()
+        adapter = is_adapter(folder)
         described = checkpoint / MODEL if adapter else folder  # an adapter's folder has no config of the model
         config, library = json.loads((described / "config.json").read_text()), "peft" if adapter else "transformers"
         place = target.absolute()
@@ -128,6 +128,7 @@ def _write_file(
         parameters = sum(_product(one.shape) for one in plan.tensors)
         checked = too_large(parameters, 3) if check == "auto" else None
         if check is not False and checked is None:
+            say("reading it back and comparing with the trained model")
             ids = sample_ids(tokenizer, config.vocab_size, samples)
             checked = check_export(reference, lambda: load_gguf(partial, config), ids, plan.kind, target)
         os.replace(partial, target)
@@ -195,7 +196,7 @@ def _check_folder(checkpoint: Path, folder: Path, target: Path, check: Check, mo
 
     if check is False:
         return None
-    adapter = (folder / "adapter_config.json").is_file()
+    adapter = is_adapter(folder)
     config = json.loads(((checkpoint / MODEL if adapter else folder) / "config.json").read_text())
     kind = _adapter_kind(folder) if adapter else _kind(config)
     weights = base_of(folder).weights if adapter else folder

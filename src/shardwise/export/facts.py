@@ -158,12 +158,22 @@ def _public(key: str, value: Any) -> str:
 
 
 def _settings(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the run set other than the defaults, what `auto` became included."""
+    """What the run set other than the defaults, what `auto` became included.
+
+    A method and an objective are told by their type; their settings are held against the defaults of that type.
+    """
+    from shardwise.config.methods import METHODS
+    from shardwise.config.objectives import OBJECTIVES
     from shardwise.config.schema import Run
     from shardwise.train.describe import flatten
 
     plain = Run.model_validate({"model": {"name": "m"}, "data": {"train": "d"}}).model_dump(mode="json")
-    defaults = dict(flatten(plain)) | {"model.name": None}
+    alternatives: dict[str, dict[str, Any]] = {"method": METHODS, "objective": OBJECTIVES}
+    for section, kinds in alternatives.items():
+        kind = run[section].get("type") if isinstance(run.get(section), dict) else None
+        if kind in kinds:
+            plain[section] = kinds[kind].model_construct().model_dump(mode="json")
+    defaults = dict(flatten(plain)) | {"model.name": None, "method.type": "full", "objective.type": None}
     return [
         (key, _public(key, value))
         for key, value in flatten(run)

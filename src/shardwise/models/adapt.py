@@ -30,10 +30,14 @@ def labels_of(run: Any) -> tuple[str, ...]:
 
 def adapt_model(result: Resolution, source: ModelSource, tokenizer: Any) -> ModelSource:
     """The source with a config that fits; the classes, where they are read from the data, become part of the run."""
-    if source.task == "causal":
+    given = result.run.model.config
+    if source.task == "causal" and given is None:
         return source
     config = copy.deepcopy(source.config)
-    given = result.run.model.config
+    if given is not None and "vocab_size" not in given and hasattr(config, "vocab_size"):
+        config.vocab_size = len(tokenizer)
+    if source.task == "causal":
+        return replace(source, config=_with_ends(config, tokenizer, given or {}))
     if given is not None:
         _take_ids(config, tokenizer, given)
     if getattr(config, "pad_token_id", None) is None:
@@ -45,6 +49,20 @@ def adapt_model(result: Resolution, source: ModelSource, tokenizer: Any) -> Mode
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: number for number, name in enumerate(labels)}
     return replace(source, config=config)
+
+
+def _with_ends(config: Any, tokenizer: Any, given: dict[str, Any]) -> Any:
+    """A fresh causal config with the tokenizer's beginning and end, by which whoever generates knows when to stop.
+
+    Not its padding: some models keep the row of that token at zero, and tokenizers without one pad with the end.
+    """
+    for kind in ("bos", "eos"):
+        if f"{kind}_token_id" not in given:
+            setattr(config, f"{kind}_token_id", getattr(tokenizer, f"{kind}_token_id"))
+    pad = getattr(config, "pad_token_id", None)
+    if "pad_token_id" not in given and isinstance(pad, int) and pad >= getattr(config, "vocab_size", pad + 1):
+        config.pad_token_id = None
+    return config
 
 
 def _take_ids(config: Any, tokenizer: Any, given: dict[str, Any]) -> None:

@@ -41,10 +41,6 @@ class HeadLoss:
         finally:
             self._labels = None
 
-    def remove(self) -> None:
-        """Gives the head its own forward back."""
-        del self._head.forward
-
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         labels = self._labels
         if labels is None:

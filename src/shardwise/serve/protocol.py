@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from shardwise.serve.generate import Message, Sampling
 
@@ -49,11 +58,18 @@ class ChatMessage(_Strict):
     """A message; what belongs to tools is for the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart] | None = Field(default=None, validate_default=True)
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     refusal: None = None
+
+    @field_validator("content")
+    @classmethod
+    def _said(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") not in ("assistant", None):  # an assistant may call tools instead
+            raise PydanticCustomError("missing", "Field required")
+        return content
 
     def plain(self) -> Message:
         """The message as chat templates know it; `developer` is OpenAI's newer word for `system`."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.describe import method_lines
+from shardwise.checkpoint.store import step_folder
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
@@ -176,6 +177,10 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     console.print(f"done: {result.step} steps, {loss}{held}")
     talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
     console.print(f"  model    {result.model}{talk}", highlight=False)
+    if (
+        result.exported and result.exported != step_folder(job.output, result.step).name
+    ):  # the figures above are the last step's
+        console.print(f"           of {result.exported}, the best by {job.run.checkpoint.best.metric}", highlight=False)
     if result.check:
         console.print(f"  check    {result.check}", highlight=False, markup=False)
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)

@@ -15,7 +15,7 @@ from shardwise.config.deepspeed.batch import Batch, put_batch
 from shardwise.config.deepspeed.plan import MISSING, Entry, NoEffect, Plan, Verdict, find, show
 from shardwise.config.deepspeed.table import TABLE, Key
 from shardwise.config.explain import near_file
-from shardwise.errors import UserError, UserErrors
+from shardwise.errors import UserError, together
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def translate(
         _defaults(plan)
     different = list({str(error): error for error in plan.refusals}.values())  # keys that go together say the same
     if different:
-        raise different[0] if len(different) == 1 else UserErrors(different)
+        raise together(different)
     return Translation(plan.values, tuple(plan.account), batch, plan.sources)
 
 
