@@ -55,7 +55,7 @@ def test_the_loss_is_transformers_own(shared: Path, name: str, objective: str) -
         inputs.pop("token_type_ids", None)
     plain = model(**inputs, labels=batch.labels)
     count = int((batch.labels != -100).sum())
-    assert abs(loss.total.item() / count - plain.loss.item()) <= 1e-6
+    assert loss.total.item() / count == pytest.approx(plain.loss.item(), rel=1e-6)
     assert loss.units.tolist() == [count]
     assert units == count if job.layout.counted else batch.units.tolist() == [count]
     if objective != "seq2seq":
