@@ -1,0 +1,141 @@
+"""A tiny model of a class against itself in one process: what the zoo (zoo.py) and the check before a run share.
+
+Parameters are moved away from where their authors start them, so that no error hides behind a norm of ones or a bias of
+zeros, and everything is computed in double precision: what is left apart is wrong, not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.data.layout import IGNORE
+from shardwise.models.source import quiet
+from shardwise.models.tasks import Task, auto_class
+
+ROWS, WIDTH = 4, 16
+LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest
+FIRST = 3  # ids before it are special
+
+
+class Refused(Exception):
+    """A model cannot be divided along an axis: which module is in the way, and why."""
+
+    def __init__(self, module: str, why: str) -> None:
+        super().__init__(f"{module}: {why}" if module else why)
+        self.module, self.why = module, why
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model small enough to run here, by its config, and what it is given."""
+
+    config: Any
+    task: Task
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+
+    def model(self) -> Any:
+        """The same on every rank; ready to train."""
+        torch.manual_seed(self.seed)
+        with quiet():
+            model: Any = auto_class(self.task).from_config(self.config).to(self.dtype)
+        model.config.use_cache = False
+        random = torch.Generator().manual_seed(self.seed + 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+                    parameter.add_(0.05 * noise.to(parameter.dtype))
+        model.tie_weights()
+        return model.train()
+
+    def inputs(self, rows: int = ROWS, width: int = WIDTH) -> dict[str, torch.Tensor]:
+        """What the model's forward takes, `use_cache` apart."""
+        random = torch.Generator().manual_seed(self.seed + 2)
+        given = {"input_ids": self._ids(rows, width, random)}
+        if self.task == "seq2seq":
+            given["decoder_input_ids"] = self._ids(rows, width, random)
+        return given
+
+    def labels(self, rows: int = ROWS, width: int = WIDTH) -> torch.Tensor:
+        """One per position of the logits (already shifted where that is the task); some are ignored."""
+        random = torch.Generator().manual_seed(self.seed + 3)
+        ids = self._ids(rows, width, random)
+        return ids.masked_fill(torch.rand(rows, width, generator=random) < 0.25, IGNORE)
+
+    def _ids(self, rows: int, width: int, random: torch.Generator) -> torch.Tensor:
+        vocabulary = self.config.get_text_config(decoder=True).vocab_size
+        return torch.randint(FIRST, vocabulary - 1, (rows, width), generator=random)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The mean loss over the labels and the gradient of every parameter, whole, by name."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far an answer is from that of one process; `module` is the parameter that is furthest off."""
+
+    loss: float
+    gradient: float
+    module: str
+
+    @property
+    def right(self) -> bool:
+        return self.loss <= LOSS and self.gradient <= GRADIENT  # not so for NaN
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor, units: int) -> torch.Tensor:
+    """Cross-entropy summed over the labels of a part, over the `units` of the whole."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum") / units
+
+
+def units_of(labels: torch.Tensor) -> int:
+    """How many labels are learned."""
+    return int((labels != IGNORE).sum())
+
+
+def alone(case: Case) -> Answer:
+    """What one process computes."""
+    model, labels = case.model(), case.labels()
+    loss = mean_loss(model(**case.inputs(), use_cache=False).logits, labels, units_of(labels))
+    loss.backward()
+    return Answer(loss.item(), gradients_of(model))
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name; collective where parameters are divided."""
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: (g.full_tensor() if isinstance(g, DTensor) else g).detach() for n, g in found.items()}
+
+
+def judge(answer: Answer, wanted: Answer) -> Verdict:
+    """Compares; a gradient that is missing, or there without being wanted, is as wrong as can be."""
+    worst, module = 0.0, ""
+    for name in {*wanted.gradients, *answer.gradients}:
+        ours, theirs = answer.gradients.get(name), wanted.gradients.get(name)
+        apart = _apart(ours, theirs)
+        if not apart <= worst:
+            worst, module = apart, name
+    return Verdict(abs(answer.loss - wanted.loss), worst, module)
+
+
+def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    if ours is None or theirs is None:
+        other = ours if ours is not None else theirs
+        assert other is not None
+        return float("inf") if other.abs().max() > 0 else 0.0
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float((ours - theirs).abs().max() / (theirs.abs().max() + 1e-12))
