@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.config.axes import axes_used
 from shardwise.config.explain import wanted
 from shardwise.config.resolve import check_places, check_plusplus
 from shardwise.config.schema import LossScale, Offload, Parallel
@@ -36,7 +37,7 @@ from shardwise.observe.breakdown import timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.optim.build import decay_groups
 from shardwise.optim.scaler import LossScaler
-from shardwise.parallel.mesh import World, join_world, shard_size
+from shardwise.parallel.mesh import Layout, World, join_world, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
@@ -222,11 +223,20 @@ def initialize(
     shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
     if ranks % shard:
         raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+    if checked.parallel.beyond_data:
+        problem = "in your own loop the model is divided by ZeRO alone"
+        raise UserError(
+            "config.parallel",
+            ", ".join(axes_used(checked.parallel)),
+            problem,
+            "use shardwise train (or Trainer) for these axes",
+        )
     check_plusplus(checked.parallel, ranks)
     check_places(checked.offload, checked.parallel.zero, checked.precision)
     if not cuda:
         _check_cpu(checked.precision)
-    world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, shard)
+    layout = Layout(ranks // shard, shard)
+    world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, layout)
     return Engine(model, optimizer, checked, world, fill)
 
 

@@ -233,11 +233,12 @@ def norm_at_stage(stage: int) -> dict[str, float]:
 
     from shardwise.config.schema import LossScale
     from shardwise.optim.scaler import LossScaler
-    from shardwise.parallel.mesh import join_world, shard_size
+    from shardwise.parallel.mesh import Layout, join_world
     from shardwise.zero.stages import ShardedModel, shard_model
     from shardwise.zero.update import Update
 
-    world = join_world("cpu", "gloo", 60, shard_size(stage, None, dist.get_world_size()))
+    ranks = dist.get_world_size()
+    world = join_world("cpu", "gloo", 60, Layout(*((ranks, 1) if stage == 0 else (1, ranks))))
     model = nn.Sequential(nn.Embedding(49152, 64), nn.Linear(64, 3))
     shard_model(model, [], world.mesh, stage, "fp32")
     sharded = ShardedModel(model, stage, world.mesh)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.axes import axes_used, check_axes, check_model_axes, check_objective_axes, data_ranks
 from shardwise.config.methods import Qlora
 from shardwise.config.metrics import check_metrics
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
@@ -148,25 +149,30 @@ def _resolve_precision(result: Resolution) -> None:
 
 
 def _check_parallel(run: Run, ranks: int) -> None:
-    zero, shard = run.parallel.zero, run.parallel.shard
+    check_axes(run, ranks)
+    zero, shard, axes = run.parallel.zero, run.parallel.shard, axes_used(run.parallel)
     if shard is not None and zero == 0:
         raise UserError(
             "parallel.shard", shard, "stage 0 shards nothing", "set parallel.zero to 1, 2 or 3, or leave shard out"
         )
-    if ranks % shard_size(zero, shard, ranks):
-        divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-        raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", f"use one of {divisors}")
+    spread = ranks // (run.parallel.pipeline * run.parallel.tensor)  # ranks along context hold the same weights
+    if spread % shard_size(zero, shard, spread):
+        divisors = [d for d in range(1, spread + 1) if spread % d == 0]
+        what = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
+        raise UserError("parallel.shard", shard, f"does not divide the {what}", f"use one of {divisors}")
     check_plusplus(run.parallel, ranks)
     batch, micro = run.train.batch_size, run.train.micro_batch_size
+    ranks = data_ranks(run.parallel, ranks)
+    among = f"{ranks} ranks" + (f" that see different data ({', '.join(axes)} apart)" if axes else "")
     if batch % ranks:
         near = sorted({max(1, batch // ranks) * ranks, math.ceil(batch / ranks) * ranks})
         raise UserError(
-            "train.batch_size", batch, f"cannot be divided among {ranks} ranks", f"use {' or '.join(map(str, near))}"
+            "train.batch_size", batch, f"cannot be divided among {among}", f"use {' or '.join(map(str, near))}"
         )
     if micro != "auto" and batch % (int(micro) * ranks):
         per_rank = batch // ranks
         fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
-        problem = f"batch_size {batch} on {ranks} ranks is {per_rank} sequences per rank, not a multiple of it"
+        problem = f"batch_size {batch} on {among} is {per_rank} sequences per rank, not a multiple of it"
         raise UserError("train.micro_batch_size", micro, problem, f"use one of {fits[:12]}")
 
 
@@ -281,7 +287,7 @@ def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
     run = result.run
     if run.train.micro_batch_size != "auto":
         return
-    per_rank, budget = run.train.batch_size // ranks, TOKENS_PER_FORWARD[run.device]
+    per_rank, budget = run.train.batch_size // data_ranks(run.parallel, ranks), TOKENS_PER_FORWARD[run.device]
     fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0 and d * run.data.sequence_length <= budget]
     result.put("train.micro_batch_size", max(fits, default=1), f"at most {budget} tokens per forward on {run.device}")
 
@@ -308,6 +314,7 @@ def resolve_objective(result: Resolution, task: Task) -> None:
         what = "a target belongs to its whole source" if purpose == "seq2seq" else "a class belongs to a whole text"
         raise UserError("data.over_length", "split", f"{what}, so rows cannot be split", "use truncate or drop")
     check_judged(result.run)
+    check_objective_axes(result.run)
 
 
 def check_judged(run: Run) -> None:
@@ -346,6 +353,7 @@ def resolve_model(result: Resolution, config: Any) -> None:
     length = result.run.data.sequence_length
     if limit and length > limit:
         raise UserError("data.sequence_length", length, f"the model has {limit} positions", f"use {limit} or less")
+    check_model_axes(result.run, config)
 
 
 def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:

@@ -387,9 +387,37 @@ class Parallel(Section):
         description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB, at least 1KiB: "
         "blocks are divided or joined to suit; default: one block at a time",
     )
+    tensor: Count = Field(
+        default=1, description="ranks that divide each weight, and each sequence between the blocks' parts (Megatron)"
+    )
+    context: Count = Field(default=1, description="ranks that divide each sequence, attention included")
+    context_kind: Literal["ring", "ulysses"] = Field(
+        default="ring",
+        description="ring: keys and values go round; ulysses: heads are exchanged for parts of the sequence, so the "
+        "ranks must divide the heads",
+    )
+    pipeline: Count = Field(default=1, description="ranks that divide the blocks: stages one after the other")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zbv"] = Field(
+        default="1f1b", description="the order in which a pipeline's stages take the micro-batches"
+    )
+    chunks: Count | None = Field(
+        default=None, description="with schedule: interleaved, the stages of each rank; default: 2"
+    )
+    expert: Count = Field(default=1, description="ranks that divide the experts of each layer, tokens going to them")
+
+    @property
+    def beyond_data(self) -> bool:
+        """Whether the model is divided by more than ZeRO."""
+        return max(self.tensor, self.context, self.pipeline, self.expert) > 1
 
     @model_validator(mode="after")
     def _of_use(self) -> Parallel:
+        if self.chunks is not None and self.schedule != "interleaved":
+            raise Clash("chunks", f"has no meaning with schedule: {self.schedule}", "set schedule: interleaved")
+        if self.pipeline == 1 and self.schedule != "1f1b":
+            raise Clash("schedule", "there is no pipeline", "set pipeline to 2 or more, or leave it out")
+        if self.context == 1 and self.context_kind != "ring":
+            raise Clash("context_kind", "no sequence is divided", "set context to 2 or more, or leave it out")
         if self.bucket is not None and self.bucket < LEAST_BUCKET:
             problem = f"is {self.bucket} bytes, less than a row of any weight; a bare number is bytes"
             raise Clash("bucket", problem, "use e.g. 200MB (at least 1KiB), or leave it out")

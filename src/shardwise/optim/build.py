@@ -27,8 +27,16 @@ def decay_groups(
     """Two groups: matrices and embeddings with decay; norms and biases (one dim or none) without, unless `norms`."""
     decayed = [p for p in parameters.values() if p.ndim >= 2 or norms]
     plain = [p for p in parameters.values() if p.ndim < 2 and not norms]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return [g for g in groups if g["params"]]
+    groups = [(decayed, weight_decay), (plain, 0.0)]
+    return [{"params": part, "weight_decay": decay} for given, decay in groups for part in _by_mesh(given)]
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters divided over different ranks (experts, and the rest) cannot be updated by one call."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(found.values())
 
 
 def state_kind(train: Train) -> Kind:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from shardwise.data.loader import Loader
-from shardwise.objectives.base import Objective
+from shardwise.objectives.base import Loss, Objective
 from shardwise.train.meter import told_by_source
+
+Several = Callable[[list[Any]], list[Loss]]
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,30 @@ def summed_losses(
     rank: int = 0,
     ranks: int = 1,
     each: Callable[[torch.Tensor], None] = lambda _: None,
+    several: Several | None = None,
+    together: int = 1,
 ) -> torch.Tensor:
     """This rank's sums (row 0) and their units (row 1): of the loss, of each figure, of the loss by source.
 
-    `each` is given those of every micro-batch. Under `no_grad`, with the model in evaluation mode.
+    `each` is given those of every micro-batch. Under `no_grad`, with the model in evaluation mode. `several` computes
+    the losses of `together` micro-batches where one by one will not do: a pipeline, whose last stage alone knows them.
     """
     sequences = loader.epoch_sequences()
     sums = torch.zeros(2, 1 + len(objective.figures) + loader.source_count, dtype=torch.float64)
-    for first in range(0, sequences, micro * ranks):
-        mine = range(first + rank * micro, min(first + (rank + 1) * micro, sequences))
+    rounds = [
+        range(first + rank * micro, min(first + (rank + 1) * micro, sequences))
+        for first in range(0, sequences, micro * ranks)
+    ]
+    for first in range(0, len(rounds), together):
+        turn = rounds[first : first + together]
         # A rank without a sequence still takes part (the forward is collective) but counts nothing.
-        batch = loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(device)
-        loss = objective(model, batch)
-        if len(mine):
+        batches = [
+            loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(device) for mine in turn
+        ]
+        losses = several(batches) if several else [objective(model, batch) for batch in batches]
+        for mine, loss in zip(turn, losses, strict=bool(losses)):
+            if not len(mine):
+                continue
             figures = [loss.figures[name].detach().float() for name in objective.figures]
             part = torch.stack([
                 torch.stack([loss.total.detach(), *figures, *loss.by_source]),

@@ -49,6 +49,7 @@ class ShardedModel:
         self.last = True  # whether the optimizer steps after the micro-batch under way
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
+        self.copies: dict[str, int] | None = None  # ranks that hold the same part; None = those along `replicate`
 
     @property
     def device(self) -> torch.device:
@@ -98,10 +99,29 @@ class ShardedModel:
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """The global gradient norm, on the device; gradients are scaled down to max_norm if they exceed it."""
+        if self.copies is not None:
+            return self._clip_everywhere(max_norm)
         parameters = list(self.parameters.values())
         norm = self.norm([p.grad for p in parameters if p.grad is not None])
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def _clip_everywhere(self, max_norm: float | None) -> torch.Tensor:
+        """As `clip`, where parameters are divided along several axes: each part counts once, wherever it lies."""
+        assert self.copies is not None
+        found = {n: local_of(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+        square = torch.zeros(
+            (), dtype=torch.float64 if self.device.type == "cpu" else torch.float32, device=self.device
+        )
+        for name, gradient in found.items():
+            square += norm_of(gradient).square() / self.copies[name]
+        dist.all_reduce(square)
+        norm = square.sqrt().float()
+        if max_norm is not None:
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            for gradient in found.values():
+                gradient.mul_(scale.to(gradient.dtype))
         return norm
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,132 @@
+"""Whether the axes of `parallel` fit the ranks, the model and each other: every mistake told with legal values nearby."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config.schema import Parallel, Run
+from shardwise.errors import UserError
+
+AXES = ("tensor", "context", "pipeline", "expert")
+ONCE = ("causal", "masked", "seq2seq", "classify")  # objectives that ask the model once per micro-batch
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def axes_used(parallel: Parallel) -> list[str]:
+    """The axes that are longer than one."""
+    return [name for name in AXES if getattr(parallel, name) > 1]
+
+
+def data_ranks(parallel: Parallel, ranks: int) -> int:
+    """Ranks that see different data."""
+    return ranks // (parallel.tensor * parallel.context * parallel.pipeline)
+
+
+def near_divisors(number: int, wanted: int, at_most: int = 4) -> list[int]:
+    """Divisors of a number, those next to what was wanted."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:at_most])
+
+
+def check_axes(run: Run, ranks: int) -> None:
+    """What follows from the ranks and the settings alone."""
+    parallel = run.parallel
+    inner = 1
+    for name in ("tensor", "context", "pipeline"):
+        size = getattr(parallel, name)
+        if (ranks // inner) % size or size * inner > ranks:
+            left = max(1, ranks // inner)
+            beside = f" / {inner} of the other axes" if inner > 1 else ""
+            problem = f"does not divide the {ranks} ranks{beside}"
+            raise UserError(f"parallel.{name}", size, problem, f"use one of {near_divisors(left, size)}")
+        inner *= size
+    stage = ranks // parallel.pipeline
+    if stage % parallel.expert:
+        problem = f"does not divide the {stage} ranks of {'a pipeline stage' if parallel.pipeline > 1 else 'the run'}"
+        raise UserError(
+            "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(stage, parallel.expert)}"
+        )
+    if not (used := axes_used(parallel)):
+        return
+    _check_company(run, used)
+
+
+def _check_company(run: Run, used: list[str]) -> None:
+    """What does not go together with an axis (yet), each by name."""
+    parallel, axes = run.parallel, ", ".join(used)
+    for field, setting, off in (
+        ("offload.optimizer", run.offload.optimizer, "none"), ("offload.parameters", run.offload.parameters, "none"),
+        ("offload.activations", run.offload.activations, "none"),
+    ):  # fmt: skip
+        if setting != off:
+            raise UserError(field, setting, f"offload works with ZeRO alone, not with {axes}", f"set {field}: {off}")
+    quantized = parallel.quantize_weights or parallel.quantize_gradients or parallel.secondary_shard is not None
+    if quantized:
+        problem = f"ZeRO++ works with ZeRO alone, not with {axes}"
+        raise UserError("parallel", axes, problem, "leave quantize_weights, quantize_gradients and secondary_shard out")
+    if parallel.bucket is not None:
+        raise UserError("parallel.bucket", parallel.bucket, f"goes by whole blocks beside {axes}", "leave it out")
+    whole = {"tensor", "expert"} & set(used)
+    if whole and (run.train.optimizer != "adamw" or run.train.optimizer_state != "fp32"):
+        problem = f"only adamw with fp32 states knows weights that {' and '.join(sorted(whole))} parallelism divides"
+        raise UserError("train.optimizer", run.train.optimizer, problem, "use optimizer: adamw, optimizer_state: fp32")
+    if run.train.in_backward:
+        raise UserError("train.in_backward", True, f"does not go with {axes}", "leave it out")
+    if run.compile and {"tensor", "pipeline"} & set(used):
+        raise UserError("compile", True, f"does not go with {axes} yet", "set compile: false")
+    if run.precision == "fp16" and whole:
+        raise UserError("precision", "fp16", f"is not offered with {axes}", "use precision: bf16 or fp32")
+    if parallel.schedule == "zbv" and parallel.zero:
+        problem = "torch drops gradients in silence where zero-bubble schedules meet sharded blocks"
+        raise UserError("parallel.schedule", "zbv", problem, "set parallel.zero: 0, or use 1f1b or interleaved")
+
+
+def check_objective_axes(run: Run) -> None:
+    """What follows from what the model is trained to do."""
+    kind = run.objective.type  # type: ignore[union-attr]
+    for name in axes_used(run.parallel):
+        allowed = ("causal",) if name == "context" else ("causal", "masked", "seq2seq") if name == "tensor" else ONCE
+        if kind not in allowed:
+            problem = f"is for {', '.join(allowed)} so far, and the objective is {kind}"
+            raise UserError(f"parallel.{name}", getattr(run.parallel, name), problem, "leave it out")
+
+
+def check_model_axes(run: Run, config: Any) -> None:
+    """What follows from the model's config: heads, blocks and experts that an axis must divide."""
+    parallel, text = run.parallel, config.get_text_config(decoder=True)
+    heads, layers, experts = (_first(text, names) for names in (HEADS, LAYERS, EXPERTS))
+    if parallel.context > 1 and config.is_encoder_decoder:
+        problem = "encoder–decoder models have two sequences, and attention across them"
+        raise UserError("parallel.context", parallel.context, problem, "use tensor or pipeline instead")
+    for name in ("tensor", "context"):
+        size = getattr(parallel, name)
+        divides = name == "tensor" or parallel.context_kind == "ulysses"
+        local = (heads or 0) // (parallel.tensor if name == "context" else 1)
+        if size > 1 and heads and divides and local % size:
+            kind = "" if name == "tensor" else " (ulysses)"
+            problem = f"does not divide the model's {local} attention heads{kind}"
+            legal = near_divisors(local, size) if local else [1]
+            remedy = f"use one of {legal}" + (", or context_kind: ring" if name == "context" else "")
+            raise UserError(f"parallel.{name}", size, problem, remedy)
+    if parallel.expert > 1:
+        if not experts:
+            problem = f"{config.model_type} is a dense model: it has no experts"
+            raise UserError("parallel.expert", parallel.expert, problem, "leave it out")
+        if experts % parallel.expert:
+            problem = f"does not divide the model's {experts} experts"
+            raise UserError(
+                "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(experts, parallel.expert)}"
+            )
+    stages = parallel.pipeline * ((parallel.chunks or 2) if parallel.schedule in ("interleaved", "zbv") else 1)
+    if config.is_encoder_decoder and layers:
+        layers += _first(config, ("encoder_layers", "num_layers")) or 0
+    if parallel.pipeline > 1 and layers and stages > layers:
+        problem = f"makes {stages} stages of a model with {layers} blocks"
+        most = max(1, layers * parallel.pipeline // stages)
+        raise UserError("parallel.pipeline", parallel.pipeline, problem, f"use {most} or less")
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
