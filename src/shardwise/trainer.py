@@ -56,6 +56,10 @@ class Trainer:
                 with TokenisingProgress(all_names(self.loaded.run.data)) as bars:
                     tell = bars.update if os.environ.get("RANK", "0") == "0" else None
                     self._job = prepare_job(self.loaded, say, tell)
+                if self._job.run.parallel.beyond_data and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+                    from shardwise.parallel.check import check_axes
+
+                    check_axes(self._job.source, self._job.run.parallel, say)
             except BaseException:
                 self._folder.release()
                 raise

@@ -158,7 +158,7 @@ def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    sharded = build_model(job, world)
+    sharded, _ = build_model(job, world)
     fill_model(job, sharded, {})
     done.set()
     thread.join()

@@ -1,4 +1,4 @@
-"""Whether the axes of `parallel` fit the ranks, the model and each other: every mistake told with legal values nearby."""
+"""Whether the axes of `parallel` fit the ranks, the model and each other; mistakes come with legal values nearby."""
 
 from __future__ import annotations
 

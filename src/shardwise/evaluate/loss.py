@@ -87,7 +87,7 @@ def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, 
     whole: Any = Whole(model)
     world: Any = Alone(model.device)
     notes: list[str] = []
-    objective = make_objective(job, world, whole, check_documents(whole, vocabulary, job, world, notes.append))
+    objective = make_objective(job, world, whole, check_documents(whole, vocabulary, job, world.device, notes.append))
     micro, parts = int(job.run.train.micro_batch_size), []
     advance = bar(-(-loader.epoch_sequences() // micro))
 

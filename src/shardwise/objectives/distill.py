@@ -123,6 +123,6 @@ def load_teacher(job: Job, world: World, say: Callable[[str], None]) -> TeacherL
     frozen = build_frozen(source, world, job.run.precision, job.run.train.seed)
     model: Any = frozen.model
     vocabulary = model.get_input_embeddings().num_embeddings
-    apart = check_documents(frozen, vocabulary, replace(job, source=source), world, say)
+    apart = check_documents(frozen, vocabulary, replace(job, source=source), world.device, say)
     model.eval()
     return TeacherLogProbs(model, apart, job.teacher.vocabulary)

@@ -57,12 +57,16 @@ class HeadLoss:
         return losses.view(*labels.shape, 1).clone()
 
 
-def join_head(sharded: ShardedModel, device: torch.device) -> HeadLoss | None:
-    """Joins head and loss where the model allows it; collective, for it takes a forward of the model to know."""
-    model: Any = sharded.model
+def join_head(sharded: ShardedModel, asked: Any) -> HeadLoss | None:
+    """Joins head and loss where the model allows it; collective, for it takes a forward to know: that of `asked`."""
+    head = sharded.model.get_output_embeddings()  # type: ignore[operator, union-attr]
+    return HeadLoss(head) if type(head).forward is nn.Linear.forward and _hands_on(asked) else None
+
+
+def _hands_on(asked: Any) -> bool:
+    """Whether a model's logits are what its head computes, as it is."""
+    model = asked.model
     head = model.get_output_embeddings()
-    if type(head).forward is not nn.Linear.forward:
-        return None
     marker: list[torch.Tensor] = []
 
     def mark(hidden: torch.Tensor) -> torch.Tensor:
@@ -70,14 +74,14 @@ def join_head(sharded: ShardedModel, device: torch.device) -> HeadLoss | None:
         return marker[-1]
 
     head.forward = mark
-    ids = torch.arange(PROBE, device=device)[None]
+    ids = torch.arange(PROBE, device=asked.device)[None]
     try:
-        with sharded.evaluation(), torch.random.fork_rng(devices=[]):
+        with asked.evaluation(), torch.random.fork_rng(devices=[]):
             output = model(input_ids=ids, use_cache=False).logits
     finally:
         del head.forward
     same = len(marker) == 1 and output.shape == (1, PROBE, head.out_features)
-    return HeadLoss(head) if same and torch.equal(output.float(), marker[0].float()) else None
+    return same and torch.equal(output.float(), marker[0].float())
 
 
 class _HeadLoss(torch.autograd.Function):

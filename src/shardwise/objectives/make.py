@@ -15,17 +15,26 @@ from shardwise.objectives.seq2seq import Seq2seqObjective
 if TYPE_CHECKING:
     from shardwise.parallel.mesh import World
     from shardwise.train.job import Job
+    from shardwise.train.selfcheck import Whole
     from shardwise.zero.stages import ShardedModel
 
 
 def make_objective(
-    job: Job, world: World, sharded: ShardedModel, apart: bool, say: Callable[[str], None] = lambda _: None
+    job: Job,
+    world: World,
+    sharded: ShardedModel,
+    apart: bool,
+    asked: Whole | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Objective:
-    """The run's objective over its sharded model; `apart` as the model's check found."""
+    """The run's objective over its sharded model; `apart` as the model's check found.
+
+    `asked`: who answers for the model where it cannot be asked itself.
+    """
     settings: Any = job.run.objective
     match settings.type:
         case "causal":
-            head = join_head(sharded, world.device) if job.run.loss == "auto" else None
+            head = join_head(sharded, asked or sharded) if job.run.loss == "auto" else None
             return CausalObjective(sharded.model, apart, head)
         case "seq2seq":
             return Seq2seqObjective()

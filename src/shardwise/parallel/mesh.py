@@ -111,6 +111,12 @@ class World:
         return self.layout.place(self.rank)
 
     @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for those that are given the same micro-batches."""
+        place = self.place
+        return place.tensor == place.context == place.pipeline == 0
+
+    @property
     def counts(self) -> bool:
         """Whether sums over this rank's data are to be counted: others along `tensor` compute the same."""
         place = self.place

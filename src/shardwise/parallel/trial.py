@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.data.layout import IGNORE
-from shardwise.models.source import quiet
+from shardwise.models.shrink import shrink
+from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import Task, auto_class
 
 ROWS, WIDTH = 4, 16
@@ -73,6 +74,11 @@ class Case:
     def _ids(self, rows: int, width: int, random: torch.Generator) -> torch.Tensor:
         vocabulary = self.config.get_text_config(decoder=True).vocab_size
         return torch.randint(FIRST, vocabulary - 1, (rows, width), generator=random)
+
+
+def tiny_case(source: ModelSource) -> Case:
+    """Of a model that someone wants to train."""
+    return Case(shrink(source.config), source.task)
 
 
 @dataclass(frozen=True)

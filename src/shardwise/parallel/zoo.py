@@ -84,10 +84,7 @@ def trials(axis: str, task: Task, names: Sequence[str] = (), limit: float = LIMI
 def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> Result:
     """Forks the ranks of a trial, waits for them, and reads what they found."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        children = [_fork(rank, model_type, task, axis, Path(folder)) for rank in range(RANKS)]
-        _wait(children, began + limit)
-        found = [_read(Path(folder) / f"{rank}.json") for rank in range(RANKS)]
+    found = run_ranks(lambda rank, folder: _on_rank(rank, model_type, task, axis, folder), RANKS, limit)
     seconds = round(time.monotonic() - began, 2)
     silent = {"outcome": "refused", "why": f"no answer within {limit:.0f} s, or a crash"}
     known = [one for one in found if one is not None]
@@ -106,7 +103,15 @@ def _ready(axis: str) -> Trial:
     return found
 
 
-def _fork(rank: int, model_type: str, task: Task, axis: str, folder: Path) -> int:
+def run_ranks(work: Callable[[int, Path], Any], ranks: int, limit: float) -> list[dict[str, Any] | None]:
+    """What forked ranks answer, None for those that do not within the limit."""
+    deadline = time.monotonic() + limit
+    with tempfile.TemporaryDirectory() as folder:
+        _wait([_fork(rank, work, Path(folder)) for rank in range(ranks)], deadline)
+        return [_read(Path(folder) / f"{rank}.json") for rank in range(ranks)]
+
+
+def _fork(rank: int, work: Callable[[int, Path], Any], folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -114,7 +119,7 @@ def _fork(rank: int, model_type: str, task: Task, axis: str, folder: Path) -> in
         if "SHARDWISE_ZOO_TRACE" not in os.environ:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 2)
-        answer = _on_rank(rank, model_type, task, axis, folder)
+        answer = work(rank, folder)
         (folder / f"{rank}.part").write_text(json.dumps(answer))
         (folder / f"{rank}.part").rename(folder / f"{rank}.json")
     finally:

@@ -26,6 +26,7 @@ from shardwise.observe.metrics import MetricsFile, read_metrics
 from shardwise.observe.progress import Progress
 from shardwise.observe.tables import Tables
 from shardwise.optim.schedules import set_rates
+from shardwise.parallel.mesh import World
 from shardwise.train.control import Control
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
 from shardwise.train.meter import not_finite
@@ -61,7 +62,7 @@ def fit(parts: Parts) -> Outcome:
         world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None
     )
     batches = Ahead(
-        parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.rank, world.size,
+        parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data,
         end=position.sequences + (total - position.step) * run.train.batch_size,
     )  # fmt: skip
     with control, report, batches:
@@ -72,11 +73,11 @@ def fit(parts: Parts) -> Outcome:
             parts.store.raise_if_failed()
             control.begin()
             parts.status.set("computing", step + 1)
-            seed_step(run.train.seed, step, world.rank)
+            seed_step(run.train.seed, step, world.rank // world.layout.tensor)
             with parts.timer.region("data"):
                 batch = batches.step(position.sequences)
             if not parts.loader.layout.counted:
-                batch = agree_on_units(batch, world.control)
+                batch = agree_on_units(batch, world)
             rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
@@ -87,7 +88,7 @@ def fit(parts: Parts) -> Outcome:
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
             position.tokens += batch.tokens
             position.supervised += batch.supervised
-            parts.meter.add(step, rate, summed, norm, batch)
+            parts.meter.add(step, rate, summed if world.counts else torch.zeros_like(summed), norm, batch)
 
             stop, save_due, eval_due = control.end()
             last = position.step == total
@@ -131,32 +132,48 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
     same, whatever micro-batch or rank it fell into. FSDP averages over ranks, hence the factor of their number.
     """
     scale = parts.sharded.data_parallel_size / max(1, batch.supervised)
-    summed = torch.zeros(1, device=parts.world.device)  # broadcast to all that the objective tells
+    sources = parts.loader.source_count
+    told = 1 + len(parts.objective.figures) + (sources if sources > 1 else 0)
+    summed = torch.zeros(told, device=parts.world.device)
+    if parts.spread.pipeline is not None:
+        with fast_attention(parts.world.device), parts.timer.region("pipeline"):
+            losses = parts.spread.learn(
+                parts.sharded.model, parts.objective, batch.micro_batches,
+                lambda loss: parts.scaler.scale(loss.total * scale), parts.sharded.prepare_micro_batch,
+            )  # fmt: skip
+        return sum((loss.sums() for loss in losses), summed)
     for index, micro in enumerate(batch.micro_batches):
         parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
-        with fast_attention(parts.world.device):
+        with fast_attention(parts.world.device), parts.spread.active():
             with parts.timer.region("forward"):
-                loss = parts.objective(parts.sharded.model, micro.to(parts.world.device))
+                loss = parts.objective(parts.sharded.model, parts.spread.share(micro))
             with parts.timer.region("backward"):
                 parts.scaler.scale(loss.total * scale).backward()
         summed = summed + loss.sums()
     return summed
 
 
-def agree_on_units(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:
+def agree_on_units(batch: StepBatch, world: World) -> StepBatch:
     """The batch with the counts over all ranks, where each rank knows its own micro-batches' alone."""
     counts = torch.stack([micro.units for micro in batch.micro_batches]).sum(0)
-    dist.all_reduce(counts, group=group)
+    if not world.leads:
+        counts.zero_()  # another rank has the same micro-batches
+    dist.all_reduce(counts, group=world.control)
     return replace(batch, supervised=int(counts.sum()), by_source=tuple(int(n) for n in counts))
 
 
 def evaluate(parts: Parts) -> Evaluation:
     """The loss over the held-out sequences, the same on every rank."""
-    loader, world, objective = parts.eval_loader, parts.world, parts.objective
+    loader, world, objective, spread = parts.eval_loader, parts.world, parts.objective, parts.spread
     assert loader is not None
-    micro = int(parts.job.run.train.micro_batch_size)
+    model, micro = parts.sharded.model, int(parts.job.run.train.micro_batch_size)
     with parts.sharded.evaluation():
-        sums = summed_losses(parts.sharded.model, objective, loader, micro, world.device, world.rank, world.size)
+        sums = summed_losses(
+            model, objective, loader, micro, world.device, world.place.data, world.layout.data,
+            several=lambda batches: spread.losses(model, objective, batches), together=spread.together,
+        )  # fmt: skip
+    if not world.counts:
+        sums.zero_()  # what another rank tells
     dist.all_reduce(sums, group=world.control)
     return evaluation_of(sums, objective, loader.names)
 

@@ -6,7 +6,9 @@ whether logits move that must not. All ranks run it together (the forwards are c
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -24,8 +26,34 @@ HALF_TOLERANCE = 1e-3
 ALONE_TOLERANCE = 0.1  # in half precision: other shapes, other rounding; positions that do not restart move far more
 
 
+class Whole(Protocol):
+    """A model to ask: the run's own, or where none of its ranks has all of it, a tiny one of its class."""
+
+    model: Any
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def evaluation(self) -> AbstractContextManager[None]: ...
+
+
+class Tiny:
+    """A model that stands for a larger one of its class."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, torch.device("cpu")
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """As of ShardedModel."""
+        self.model.eval()
+        with torch.no_grad():
+            yield
+        self.model.train()
+
+
 def check_model(
-    sharded: ShardedModel, vocabulary: int, packing: bool, label: str, device: torch.device, apart: bool = False
+    sharded: Whole, vocabulary: int, packing: bool, label: str, device: torch.device, apart: bool = False
 ) -> None:
     """Refuses a model whose logits depend on later tokens, or on another document of the same sequence.
 
@@ -57,7 +85,7 @@ def check_model(
                 raise UserError("data.packing", True, problem, "set data.packing: false")
 
 
-def check_decoder(sharded: ShardedModel, vocabulary: int, label: str, device: torch.device) -> None:
+def check_decoder(sharded: Whole, vocabulary: int, label: str, device: torch.device) -> None:
     """Refuses an encoder–decoder model whose decoder looks ahead, or does not look at the source."""
     generator = torch.Generator().manual_seed(0)
     source, target = (torch.randint(0, vocabulary, (1, LENGTH), generator=generator) for _ in range(2))

@@ -1,6 +1,7 @@
 """From job to the loop's parts, in one visible order.
 
-build → adapters → recompute → activations → compile → shard → optimizer → fill → check → resume
+build → adapters → pipeline → tensor → experts → context → recompute → activations → compile → shard → optimizer → fill
+→ check → resume
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World
+from shardwise.parallel.spread import Spread
+from shardwise.parallel.trial import tiny_case
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
 from shardwise.train.meter import Meter
-from shardwise.train.selfcheck import check_decoder, check_model
+from shardwise.train.selfcheck import Tiny, Whole, check_decoder, check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
 from shardwise.zero.activations import place_inputs
@@ -67,17 +70,22 @@ class Parts:
     position: Position
     meter: Meter
     status: Status
+    spread: Spread
     timer: Timer = OFF
 
 
-def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
+def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedModel, Spread]:
     """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
     adapted = apply_method(model, run, source.weights)
     if splits_masters(run.offload, run.precision):
         store_in_bf16(model)
-    blocks = find_blocks(model)
+    blocks, lookup, spread = find_blocks(model), only_looked_up(model), Spread(world)
+    if run.parallel.beyond_data:
+        from shardwise.parallel.apply import divide
+
+        spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world)
     if run.recompute == "full":
         for _, block in blocks:
             recompute(block)
@@ -86,6 +94,8 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
     if run.compile:
         for _, block in blocks:
             block.forward = torch.compile(block.forward)  # inside of the hooks of sharding and recomputation
+    if spread.experts is not None:
+        shard_experts(spread.experts, world, run.parallel.zero, run.precision)
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
     if run.offload.parameters == "none":
         materialise(model, world.device)
@@ -95,9 +105,17 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> ShardedModel:
             return_freed_memory()
     model.train()
     sharded = ShardedModel(model, run.parallel.zero, world.mesh)
-    sharded.kept = adapted.kept
+    sharded.kept, sharded.lookup = adapted.kept, lookup
+    if run.parallel.beyond_data:
+        spread.take(sharded)
     install_collectives(sharded, run.parallel, world, run.timeout)
-    return sharded
+    return sharded, spread
+
+
+def only_looked_up(model: Any) -> int:
+    """Parameters of the input embedding, where it is no head as well: a token costs no arithmetic there."""
+    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
+    return 0 if outer is not None and outer.weight is inner.weight else int(inner.weight.numel())
 
 
 def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
@@ -134,14 +152,17 @@ def build_parts(
     disk = disk or DiskFolder(job.offload_folder, world.rank, world.size)
     status.set("loading the model")
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
-    sharded = build_model(job, world, timer)
+    sharded, spread = build_model(job, world, timer)
     optimizer = build_optimizer(job, world, sharded, disk, say)
     fill_model(job, sharded, masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
-    vocabulary = model.get_input_embeddings().num_embeddings
+    asked: Whole = sharded if spread.tiny is None else Tiny(spread.tiny)
+    vocabulary = asked.model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
-        apart = check_documents(sharded, vocabulary, job, world, say)
+        apart = check_documents(asked, vocabulary, job, asked.device, say)
+    if apart and spread.tiny is not None:
+        install(model)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -160,48 +181,45 @@ def build_parts(
                 say(f"changed since then: {change}")
         else:
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
-    accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.size
+    accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     loader = job.loader()
-    objective = make_objective(job, world, sharded, apart, say)
-    meter = _meter(job, world, model, position, loader.names, objective.figures)
+    objective = make_objective(job, world, sharded, apart, asked, say)
+    meter = _meter(job, world, sharded, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
         job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
-        position, meter, status, timer,
+        position, meter, status, spread, timer,
     )  # fmt: skip
 
 
-def check_documents(sharded: ShardedModel, vocabulary: int, job: Job, world: World, say: Callable[[str], None]) -> bool:
+def check_documents(
+    sharded: Whole, vocabulary: int, job: Job, device: torch.device, say: Callable[[str], None]
+) -> bool:
     """Checks the model; returns whether it is told where packed documents begin, or sees positions alone."""
     run, trouble = job.run, ""
     if (purpose := purpose_of(run)) in ROW_PURPOSES:  # others may look ahead as they like
         if purpose == "seq2seq":
-            check_decoder(sharded, vocabulary, job.source.label, world.device)
+            check_decoder(sharded, vocabulary, job.source.label, device)
         return False
     if run.data.packing and run.attention == "auto" and install(sharded.model):
         try:
-            check_model(sharded, vocabulary, True, job.source.label, world.device, apart=True)
+            check_model(sharded, vocabulary, True, job.source.label, device, apart=True)
             return True
         except Exception as error:  # a model's own code may choke on a mask that is no tensor: the plain path decides
             trouble = str(getattr(error, "problem", error))
-    check_model(sharded, vocabulary, run.data.packing, job.source.label, world.device)
+    check_model(sharded, vocabulary, run.data.packing, job.source.label, device)
     if trouble:
         say(f"attention: plain for this model ({trouble})")
     return False
 
 
 def _meter(
-    job: Job, world: World, model: Any, position: Position, sources: list[str], figures: tuple[str, ...]
+    job: Job, world: World, sharded: ShardedModel, position: Position, sources: list[str], figures: tuple[str, ...]
 ) -> Meter:
-    config = model.config.get_text_config()
-    tied = (
-        model.get_output_embeddings() is not None
-        and model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    )
-    lookup = 0 if tied else model.get_input_embeddings().weight.numel()
+    config = job.source.config.get_text_config()
     work = flops_per_token(
-        job.parameters, lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length,
+        job.parameters, sharded.lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length,
         job.adapted.frozen, stacks=2 if config.is_encoder_decoder else 1, causal=job.source.task == "causal",
     )  # fmt: skip
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""

@@ -46,6 +46,7 @@ class ShardedModel:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.kept: frozenset[str] | None = None  # tensors that a checkpoint must hold; None = all
+        self.lookup = 0  # parameters that a token only looks up, for the count of its arithmetic
         self.last = True  # whether the optimizer steps after the micro-batch under way
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []

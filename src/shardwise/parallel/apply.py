@@ -1,0 +1,57 @@
+"""The axes beyond data, applied to a model on `meta` in one visible order: pipeline → tensor → experts → context.
+
+What a model's parts are is asked of a tiny model of its class, which runs here in one process: nothing of the real one
+is needed but its names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.config.schema import Parallel
+from shardwise.parallel.mesh import World
+from shardwise.parallel.roles import find_roles
+from shardwise.parallel.spread import Spread
+from shardwise.parallel.trial import Case, Refused
+
+Blocks = list[tuple[str, nn.Module]]
+
+
+class AxisRefused(Refused):
+    """With the axis that cannot be had."""
+
+    def __init__(self, axis: str, refusal: Refused) -> None:
+        super().__init__(refusal.module, refusal.why)
+        self.axis = axis
+
+
+def divide(model: Any, blocks: Blocks, case: Case, parallel: Parallel, world: World) -> tuple[Spread, Blocks]:
+    """The model with every axis of the settings in place, and the blocks that this rank has of it.
+
+    `case` makes tiny models of the same class.
+    """
+    spread = Spread(world, tiny=case.model())
+    axis = "pipeline"
+    try:
+        if world.pipeline is not None:
+            blocks = _pipeline(model, blocks, case, parallel, spread)
+        if world.expert is not None:
+            axis = "expert"
+            from shardwise.parallel.expert import spread_experts
+
+            spread.experts = spread_experts(model, world.expert)
+        if world.tensor is not None:
+            axis = "tensor"
+            from shardwise.parallel.tensor import divide_tensor
+
+            spread.tensor = divide_tensor(model, find_roles(case.model()), world.tensor)
+        if world.context is not None:
+            axis = "context"
+            from shardwise.parallel.context.install import install_context
+
+            spread.context = install_context(model, world.context, parallel.context_kind)
+    except Refused as refusal:
+        raise AxisRefused(axis, refusal) from None
+    return spread, blocks

@@ -1,0 +1,160 @@
+"""Before a run with axes beyond data: a tiny model of the same class, divided in the same way, against one process.
+
+It takes seconds and is remembered by architecture, settings and versions. A model that would train wrongly is refused,
+by the axis and the module that is off. The trial runs in processes of its own on this machine, whatever the run will
+run on: two ranks along each axis show what more would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardwise.cache import cache_root
+from shardwise.config.axes import axes_used
+from shardwise.config.schema import Parallel
+from shardwise.errors import UserError
+from shardwise.models.source import ModelSource
+from shardwise.parallel.mesh import Layout, layout_of
+
+LIMIT = 300.0  # seconds
+
+
+def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
+    """The same axes with two ranks each, and how many ranks that takes."""
+    small = {name: 2 for name in axes_used(parallel)}
+    inner = 2 ** len([name for name in small if name != "expert"])
+    lonely = "expert" in small and not {"tensor", "context"} & small.keys()
+    stages = {"schedule": parallel.schedule, "chunks": parallel.chunks and 2} if "pipeline" in small else {}
+    kind = {"context_kind": parallel.context_kind} if "context" in small else {}
+    return Parallel(zero=parallel.zero, **small, **stages, **kind), inner * (2 if lonely else 1)
+
+
+def check_axes(source: ModelSource, parallel: Parallel, say: Callable[[str], None] = lambda _: None) -> None:
+    """Refuses axes that would not compute what one process computes."""
+    small, ranks = small_settings(parallel)
+    axes = axes_used(parallel)
+    remembered = cache_root() / "axes" / f"{_key(source, small)}.json"
+    if remembered.is_file():
+        found = json.loads(remembered.read_text())
+    else:
+        say(f"checking {', '.join(axes)} on a tiny {source.config.model_type} model against one process")
+        began = time.monotonic()
+        found = _try(source, small, ranks)
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        if found["outcome"] != "silent":  # a machine under load may be to blame
+            part = remembered.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(found))
+            part.rename(remembered)
+        if found["outcome"] == "right":
+            apart = f"loss {found['loss']:.0e} and gradients {found['gradient']:.0e} apart"
+            say(f"{', '.join(axes)}: the same as in one process ({apart}, {time.monotonic() - began:.1f} s)")
+    if found["outcome"] == "right":
+        return
+    axis = found.get("axis") or axes[0]
+    kind = source.config.model_type
+    problem = {
+        "refused": f"{kind} cannot be divided so: {found['why']}",
+        "wrong": f"{kind} would train wrongly, {found['why']} is off",
+        "silent": f"a tiny {kind} model divided so gave no answer ({found['why']})",
+    }[found["outcome"]]
+    raise UserError(f"parallel.{axis}", getattr(parallel, axis), problem, "leave this axis out, or use another one")
+
+
+def _key(source: ModelSource, small: Parallel) -> str:
+    """What the outcome depends on: the model's code and switches, the settings, and the versions of who computes."""
+    import torch
+    import transformers
+
+    import shardwise
+    from shardwise.models.shrink import shrink
+
+    config = shrink(source.config)
+    told = [type(config).__module__, config.to_json_string(), source.task, small.model_dump_json()]
+    told += [torch.__version__, transformers.__version__, shardwise.__version__]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
+
+
+def _try(source: ModelSource, small: Parallel, ranks: int) -> dict[str, Any]:
+    """The outcome of the trial, from a process that imports once and forks the ranks."""
+    from shardwise.parallel.trial import tiny_case
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "case"
+        job.write_bytes(pickle.dumps((tiny_case(source), small, ranks)))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": ""}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+            environment.pop(name, None)
+        command = [sys.executable, "-m", "shardwise.parallel.check", str(job)]
+        try:
+            done = subprocess.run(
+                command, env=environment, timeout=LIMIT, capture_output=True, text=True, check=False
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"outcome": "silent", "why": f"nothing within {LIMIT:.0f} s"}
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            return {"outcome": "silent", "why": (done.stderr.strip().splitlines() or ["no words"])[-1][:200]}
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
+
+
+def main(file: Path) -> None:
+    """Forks the ranks of a trial and prints the outcome as one line."""
+    import torch
+
+    from shardwise.parallel.trial import alone, judge
+    from shardwise.parallel.whole_trial import try_axes
+    from shardwise.parallel.zoo import run_ranks
+
+    torch.set_num_threads(1)
+    case, parallel, ranks = pickle.loads(file.read_bytes())
+    layout = layout_of(parallel, ranks)
+    outcomes = run_ranks(lambda rank, folder: _on_rank(rank, folder, case, parallel, layout), ranks, LIMIT)
+    told = next((one for one in outcomes if one and one["outcome"] in ("refused", "wrong")), None)
+    known = [one for one in outcomes if one]
+    print(json.dumps(told or (known[0] if len(known) == ranks else {"outcome": "silent", "why": "a rank crashed"})))
+    _ = alone, judge, try_axes  # imported before the fork
+
+
+def _on_rank(rank: int, folder: Path, case: Any, parallel: Parallel, layout: Layout) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from shardwise.parallel.apply import AxisRefused
+    from shardwise.parallel.mesh import join_world
+    from shardwise.parallel.trial import alone, judge
+    from shardwise.parallel.whole_trial import try_axes
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "LOCAL_RANK": str(rank)}
+    try:
+        wanted = alone(case)
+        limit = datetime.timedelta(seconds=LIMIT)
+        dist.init_process_group("gloo", f"file://{folder}/meet", limit, layout.ranks, rank)
+        verdict = judge(try_axes(case, parallel, join_world("cpu", "gloo", LIMIT, layout)), wanted)
+    except AxisRefused as refusal:
+        return {"outcome": "refused", "axis": refusal.axis, "why": str(refusal)}
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        return {"outcome": "refused", "why": f"{type(error).__name__}: {line}"}
+    found = {"loss": verdict.loss, "gradient": verdict.gradient}
+    if verdict.right:
+        return found | {"outcome": "right"}
+    return found | {"outcome": "wrong", "why": f"the gradient of {verdict.module}" if verdict.module else "the loss"}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

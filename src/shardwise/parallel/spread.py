@@ -1,0 +1,100 @@
+"""What the axes beyond data made of a model, and what a step has to do for them: the loop knows no more of them.
+
+Without such axes every method is the plain thing: one forward after the other, each batch as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.objectives.base import Loss, Objective
+from shardwise.parallel.mesh import World
+
+if TYPE_CHECKING:
+    from shardwise.parallel.context.install import Context
+    from shardwise.parallel.expert import ExpertParallel
+    from shardwise.parallel.pipeline.run import Pipeline
+    from shardwise.parallel.pipeline.stage import Stages
+    from shardwise.parallel.tensor import TensorParallel
+    from shardwise.zero.stages import ShardedModel
+
+EVALUATED = 2  # micro-batches per stage that go through a pipeline together when there is no backward
+
+
+@dataclass
+class Spread:
+    """The axes of a run, each where it is longer than one."""
+
+    world: World
+    tensor: TensorParallel | None = None
+    context: Context | None = None
+    experts: ExpertParallel | None = None
+    stages: Stages | None = None
+    pipeline: Pipeline | None = None
+    tiny: Any = None  # a model of the same class that runs in one process, for questions about its structure
+
+    def take(self, sharded: ShardedModel) -> None:
+        """After sharding: how many ranks hold each part of a parameter, so that a norm counts it once."""
+        shared = self.stages.shared if self.stages is not None else {}
+        sharded.copies = {n: _copies(p) * len(shared.get(n, (0,))) for n, p in sharded.parameters.items()}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around forwards and backwards."""
+        with self.tensor.active() if self.tensor is not None else nullcontext():
+            yield
+
+    def share(self, batch: Any) -> Any:
+        """This rank's part of a micro-batch, on its device."""
+        batch = batch.to(self.world.device)
+        return batch if self.context is None else self.context.split(batch)
+
+    @property
+    def together(self) -> int:
+        """Micro-batches that an evaluation takes at a time."""
+        return 1 if self.stages is None else EVALUATED * self.world.layout.pipeline
+
+    def losses(self, model: Any, objective: Objective, batches: list[Any]) -> list[Loss]:
+        """Without backward; none where another stage knows them."""
+
+        def compute(model: Any, batch: Any) -> Loss:
+            return objective(model, self.share(batch))
+
+        with self.active():
+            if self.pipeline is not None:
+                found: list[Loss] = self.pipeline.evaluate(batches, compute)
+                return found
+            return [compute(model, batch) for batch in batches]
+
+    def learn(
+        self,
+        model: Any,
+        objective: Objective,
+        batches: list[Any],
+        to_backward: Callable[[Loss], torch.Tensor],
+        prepare: Callable[[bool], None],
+    ) -> list[Loss]:
+        """Through the pipeline: forward and backward of all micro-batches; `prepare` as of ShardedModel."""
+        assert self.pipeline is not None and self.stages is not None
+
+        def compute(model: Any, batch: Any) -> Loss:
+            return objective(model, self.share(batch))
+
+        with self.active():
+            found: list[Loss] = self.pipeline.step(batches, compute, to_backward, lambda chunk, last: prepare(last))
+        self.stages.sum_shared_gradients()
+        return found
+
+
+def _copies(parameter: torch.Tensor) -> int:
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
