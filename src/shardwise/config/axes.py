@@ -95,7 +95,10 @@ def check_objective_axes(run: Run) -> None:
 
 def check_model_axes(run: Run, config: Any) -> None:
     """What follows from the model's config: heads, blocks and experts that an axis must divide."""
-    parallel, text = run.parallel, config.get_text_config(decoder=True)
+    parallel = run.parallel
+    if not parallel.beyond_data:
+        return
+    text = config.get_text_config(decoder=True)
     heads, layers, experts = (_first(text, names) for names in (HEADS, LAYERS, EXPERTS))
     if parallel.context > 1 and config.is_encoder_decoder:
         problem = "encoder–decoder models have two sequences, and attention across them"

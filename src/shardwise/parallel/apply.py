@@ -6,8 +6,10 @@ is needed but its names.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.config.schema import Parallel
@@ -32,7 +34,7 @@ def divide(model: Any, blocks: Blocks, case: Case, parallel: Parallel, world: Wo
 
     `case` makes tiny models of the same class.
     """
-    spread = Spread(world, tiny=case.model())
+    spread = Spread(world, tiny=replace(case, dtype=torch.float32).model())
     axis = "pipeline"
     try:
         if world.pipeline is not None:

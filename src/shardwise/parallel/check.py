@@ -94,8 +94,8 @@ def _try(source: ModelSource, small: Parallel, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "case"
         job.write_bytes(pickle.dumps((tiny_case(source), small, ranks)))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": ""}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         command = [sys.executable, "-m", "shardwise.parallel.check", str(job)]
         try:
