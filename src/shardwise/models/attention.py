@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from shardwise.models.documents import DocumentMask, RowsMask
+from shardwise.models.documents import DocumentMask, OwnMask, OwnRows, RowsMask
 
 # What modules pass for scores other than softmax(scale * QK): the stock functions know what to do with it.
 EXTRAS = ("position_bias", "softcap", "s_aux")
@@ -67,6 +67,8 @@ def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwar
     DocumentMask.
     """
     rows = kwargs.get("attention_mask")
+    if isinstance(rows, OwnRows):
+        return rows.for_blocks(**kwargs)
     if not isinstance(rows, RowsMask):
         return plain(*args, **kwargs)
     from transformers import masking_utils
@@ -79,21 +81,21 @@ def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwar
         head = largest_head(rows.device)
         if rule is masking_utils.causal_mask_function:
             return DocumentMask(documents, None, head)
-        if size and _same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
+        if size and same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
             return DocumentMask(documents, size, head)
-    if size and _same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
+    if size and same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
         rule = _from_the_start(rule, documents.positions)
     rule = masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(documents.index))
     changes = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": None}
     return plain(*args, **kwargs | changes | {"mask_function": rule})
 
 
-def _same_rule(a: Any, b: Any) -> bool:
+def same_rule(a: Any, b: Any) -> bool:
     """Whether two mask functions are made by the same code from the same numbers (tensors hold padding: none here)."""
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
-        return a.__code__ is b.__code__ and _same_rule(_captured(a), _captured(b))
+        return a.__code__ is b.__code__ and same_rule(_captured(a), _captured(b))
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(_same_rule(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(same_rule(x, y) for x, y in zip(a, b, strict=True))
     return isinstance(a, torch.Tensor) if isinstance(b, torch.Tensor) else type(a) is type(b) and a == b
 
 
@@ -118,6 +120,9 @@ def attend_documents(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """In the attention registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""
+    if isinstance(attention_mask, OwnMask):
+        how = {"module": module, "dropout": dropout, "scaling": scaling}
+        return attention_mask.attend(plain, query, key, value, **how, **kwargs), None
     other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
     if not isinstance(attention_mask, DocumentMask):
         return other(attention_mask=attention_mask)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -131,7 +131,40 @@ for _name in (
     setattr(_Standing, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-class RowsMask(_Standing):
+class StandingRows(_Standing):
+    """A mask of shape (rows, width); what models do to one on its way to transformers' mask functions loses nothing."""
+
+    def typed(self, dtype: torch.dtype) -> Self:
+        """The same under another type."""
+        raise NotImplementedError
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The same under another type; it already is on the device of the batch."""
+        found = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+        return self.typed(found[0] if found else self.dtype)
+
+    def bool(self) -> Self:
+        return self.typed(torch.bool)
+
+    def long(self) -> Self:
+        return self.typed(torch.int64)
+
+    def int(self) -> Self:
+        return self.typed(torch.int32)
+
+    def float(self) -> Self:
+        return self.typed(torch.float32)
+
+    def contiguous(self) -> Self:
+        return self
+
+    def view(self, *shape: Any) -> Any:
+        """The same where the shape is, as GPT-2 asks for."""
+        other = self.real.view(*shape)
+        return self if other.shape == self.shape else other
+
+
+class RowsMask(StandingRows):
     """A mask of ones, (rows, width), that knows the documents: nothing is hidden from all, much from one another."""
 
     def __init__(self, documents: Documents, dtype: torch.dtype = torch.int64) -> None:
@@ -143,31 +176,25 @@ class RowsMask(_Standing):
     def real(self) -> torch.Tensor:
         return torch.ones(self.shape, dtype=self.dtype, device=self.device)
 
-    # What models do to a mask on its way to transformers' mask functions must not lose the documents.
-    def to(self, *args: Any, **kwargs: Any) -> RowsMask:
-        """The same under another type; it already is on the device of the batch."""
-        found = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-        return RowsMask(self.documents, found[0] if found else self.dtype)
+    def typed(self, dtype: torch.dtype) -> RowsMask:
+        return RowsMask(self.documents, dtype)
 
-    def bool(self) -> RowsMask:
-        return self.to(torch.bool)
 
-    def long(self) -> RowsMask:
-        return self.to(torch.int64)
+class OwnRows(StandingRows):
+    """Rows that say themselves what the blocks of a model get for them (parallel/context)."""
 
-    def int(self) -> RowsMask:
-        return self.to(torch.int32)
+    def for_blocks(self, **kwargs: Any) -> Any:
+        """What transformers' mask functions are called with in, the mask that the blocks take out."""
+        raise NotImplementedError
 
-    def float(self) -> RowsMask:
-        return self.to(torch.float32)
 
-    def contiguous(self) -> RowsMask:
-        return self
+class OwnMask(_Standing):
+    """A mask of blocks that attends by itself (parallel/context)."""
 
-    def view(self, *shape: Any) -> Any:
-        """The same where the shape is, as GPT-2 asks for."""
-        other = self.real.view(*shape)
-        return self if other.shape == self.shape else other
+    def attend(self, plain: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               **kwargs: Any) -> torch.Tensor:  # fmt: skip
+        """(rows, heads, width, head) in, (rows, width, heads, head) out; `plain` is what else would attend."""
+        raise NotImplementedError
 
 
 class DocumentMask(_Standing):

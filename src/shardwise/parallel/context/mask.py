@@ -1,0 +1,136 @@
+"""The mask that travels with a divided batch: no tensor, but what every rank knows of all.
+
+[Note: context masks] `ContextRows` goes in as a model's `attention_mask`; transformers' mask functions ask it, through
+the registry of models/attention.py, what the blocks get: a `ContextMask`, which holds the rule (causal, a window, ...)
+by which positions see each other, and attends by itself. It is among a block's arguments, so that a block computed
+again in backward finds it there. There is no tensor of (width, width) that would be right in its place, since the keys
+are elsewhere: code that asks for one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.models.attention import same_rule
+from shardwise.models.documents import OwnMask, OwnRows
+from shardwise.parallel.context.split import Layout
+from shardwise.parallel.trial import Refused
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who sees whom within a document, by their positions in it."""
+
+    causal: bool
+    window: int | None = None  # causal: as many tokens, itself among them; else so far to both sides
+    chunk: int | None = None  # sees only those in the same chunk of this size
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        """As a mask of positions that are broadcast against each other; None where all see all."""
+        seen: list[torch.Tensor] = []
+        if self.causal:
+            seen.append(queries >= keys)
+        if self.window is not None:
+            apart = queries - keys
+            seen.append(apart < self.window if self.causal else apart.abs() <= self.window)
+        if self.chunk is not None:
+            seen.append(queries // self.chunk == keys // self.chunk)
+        return torch.stack(torch.broadcast_tensors(*seen)).all(0) if seen else None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of queries and keys, and what happens to them before they meet the values."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # one more score for each head, for nothing
+    dropout: float = 0.0
+
+
+class Attends(Protocol):
+    """Attention of this rank's queries to the keys of all; in and out as (rows, heads, width, head)."""
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+    ) -> torch.Tensor: ...
+
+
+class ContextRows(OwnRows):
+    """This rank's columns of a mask, (rows, width): ones but for padding."""
+
+    def __init__(self, layout: Layout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
+        self.layout, self.attends, self.device, self.dtype = layout, attends, device, dtype
+        self.shape = torch.Size((layout.rows, layout.width))
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        return self.layout.take(self.layout.real).to(self.device, self.dtype)
+
+    def typed(self, dtype: torch.dtype) -> ContextRows:
+        return ContextRows(self.layout, self.attends, self.device, dtype)
+
+    def for_blocks(self, **kwargs: Any) -> ContextMask:
+        if (kwargs["q_length"], kwargs["kv_length"]) != (self.layout.width, self.layout.width):
+            raise Refused("", "masks a sequence of another length than it was given")
+        return ContextMask(self.layout, rule_of(kwargs), self.attends, self.device)
+
+
+def rule_of(asked: dict[str, Any]) -> Rule:
+    """What a mask function is asked for, by comparing the rule with those that transformers has."""
+    from transformers import masking_utils as known
+
+    rule, size = asked.get("mask_function", known.causal_mask_function), asked.get("local_size")
+    start = torch.zeros(1)  # a tensor equals any other: it only says where chunks begin
+    if rule is known.causal_mask_function:
+        return Rule(causal=True)
+    if rule is known.bidirectional_mask_function:
+        return Rule(causal=False)
+    made: dict[Callable[..., Any], Rule] = {}
+    if size is not None:
+        made = {
+            known.sliding_window_causal_mask_function(size): Rule(causal=True, window=size),
+            known.chunked_causal_mask_function(size, start): Rule(causal=True, chunk=size),
+            known.sliding_window_bidirectional_mask_function(size): Rule(causal=False, window=size),
+        }
+    for theirs, ours in made.items():
+        if same_rule(rule, theirs):
+            return ours
+    raise Refused("", "masks attention by a rule of its own, which says nothing of positions on other ranks")
+
+
+class ContextMask(OwnMask):
+    """In a block's place of a mask (rows, 1, width, width); see [Note: context masks]."""
+
+    dtype = torch.bool
+
+    def __init__(self, layout: Layout, rule: Rule, attends: Attends, device: torch.device) -> None:
+        self.layout, self.rule, self.attends, self.device = layout, rule, attends, device
+        self.shape = torch.Size((layout.rows, 1, layout.width, layout.width))
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        raise Refused("", "computes with its mask outside of transformers' attention functions")
+
+    def attend(
+        self, plain: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """As transformers' attention functions are called."""
+        shape = (self.layout.rows, self.layout.width)
+        if any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
+            raise Refused("", f"attends to {key.shape[2]} keys where its part of the sequence has {shape[1]}")
+        if kwargs.get("position_bias") is not None:
+            raise Refused("", "adds a bias to scores that is computed from this rank's positions alone")
+        scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+        scores = Scores(
+            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            kwargs.get("softcap"),
+            sinks,
+            kwargs.get("dropout") or 0.0,
+        )
+        return self.attends(query, key, value, scores, self, plain).transpose(1, 2).contiguous()

@@ -1,0 +1,88 @@
+"""Ulysses attention: what was a part of the sequence with all heads becomes all of the sequence with a part of the heads.
+
+Four all-to-alls around ordinary attention: whatever kernel serves whole rows serves here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.models.attention import attend_documents, largest_head
+from shardwise.models.documents import DocumentMask
+from shardwise.parallel.context.mask import ContextMask, Scores
+from shardwise.parallel.context.ring import Ring
+from shardwise.parallel.context.split import Layout
+from shardwise.parallel.trial import Refused
+
+HEADS, SEQUENCE = 1, 2
+
+
+class _Exchange(torch.autograd.Function):
+    """Cuts one dimension over the ranks and puts the other together, in the order of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.back = (joined, cut, group)
+        leaving = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
+        arriving = torch.empty_like(leaving)
+        dist.all_to_all_single(arriving, leaving, group=group)
+        return torch.cat(arriving.unbind(), joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Exchange.apply(grad, *ctx.back), None, None, None
+
+
+class Ulysses:
+    """Attention of a divided sequence by whole heads."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks = group, dist.get_world_size(group)
+        self._whole = Ring(None)
+
+    @torch.compiler.disable
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+    ) -> torch.Tensor:
+        """In the place of `Attends`."""
+        key, value = (repeat_heads(x, query.shape[1], self._ranks) for x in (key, value))
+        q, k, v = (_Exchange.apply(x, HEADS, SEQUENCE, self._group) for x in (query, key, value))
+        if scores.sinks is not None:
+            scores = replace(scores, sinks=scores.sinks.chunk(self._ranks)[dist.get_rank(self._group)])
+        found: torch.Tensor = _Exchange.apply(self._attend(q, k, v, scores, mask, plain), SEQUENCE, HEADS, self._group)
+        return found
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+    ) -> torch.Tensor:
+        """Of whole rows: by the kernels of models/attention.py where they know the rule."""
+        layout, rule = mask.layout, mask.rule
+        usual = scores.softcap is None and scores.sinks is None and rule.chunk is None
+        whole = Layout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
+        if not usual or not (rule.causal or (layout.documents.alone and rule.window is None)):
+            return self._whole(q, k, v, scores, ContextMask(whole, rule, self._whole, mask.device), plain)
+        # transformers' functions repeat keys by what the module says, which knows all heads.
+        module: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=rule.causal)
+        given = {"dropout": scores.dropout, "scaling": scores.scale}
+        if rule.causal:
+            documents = DocumentMask(whole.documents, rule.window, largest_head(q.device))
+            out, _ = attend_documents(plain, module, q, k, v, documents, **given)
+        else:
+            out, _ = plain(module, q, k, v, attention_mask=None, is_causal=False, **given)
+        return out.transpose(1, 2)
+
+
+def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
+    """Keys or values with as many heads as the ranks can share: repeated where there are fewer than ranks."""
+    heads = x.shape[1] * ranks // gcd(x.shape[1], ranks)
+    if queries % ranks or queries % heads:
+        legal = [n for n in range(1, queries + 1) if queries % n == 0 and queries % (x.shape[1] * n // gcd(x.shape[1], n)) == 0]
+        why = f"{queries} heads over {x.shape[1]} of keys do not divide by {ranks} ranks: context of {legal} would, or ring"
+        raise Refused("", why)
+    return x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], 1)
