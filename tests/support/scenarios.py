@@ -23,7 +23,9 @@ def parts_of(run: dict[str, Any]) -> Any:
 def batch_of(parts: Any, step: int) -> Any:
     """What this rank computes in a step."""
     train, world = parts.job.run.train, parts.world
-    return parts.loader.step(step * train.batch_size, train.batch_size, train.micro_batch_size, world.rank, world.size)
+    return parts.loader.step(
+        step * train.batch_size, train.batch_size, train.micro_batch_size, world.place.data, world.layout.data
+    )
 
 
 def full_parameters(parts: Any) -> dict[str, torch.Tensor]:
@@ -190,7 +192,7 @@ def gradients(run: dict[str, Any], micro: int) -> tuple[float, dict[str, torch.T
 
     parts = parts_of(run)
     world, batch_size = parts.world, parts.job.run.train.batch_size
-    batch = parts.loader.step(0, batch_size, micro, world.rank, world.size)
+    batch = parts.loader.step(0, batch_size, micro, world.place.data, world.layout.data)
     loss = accumulate(parts, batch)
     dist.all_reduce(loss)
     grads = {n: p.grad.full_tensor().clone() for n, p in parts.sharded.parameters.items()}

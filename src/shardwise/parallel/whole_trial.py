@@ -14,10 +14,10 @@ from shardwise.models.build import find_blocks
 from shardwise.objectives.base import Loss, Objective, token_loss
 from shardwise.objectives.causal import CausalObjective
 from shardwise.parallel.apply import divide
-from shardwise.parallel.expert import shard_experts
+
 from shardwise.parallel.mesh import World
 from shardwise.parallel.trial import Answer, Case, gradients_of, units_of
-from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.stages import ShardedModel, shard_experts, shard_model
 
 MICRO = 2  # rows of a micro-batch
 
@@ -43,14 +43,12 @@ class _Rows:
 def try_axes(case: Case, parallel: Parallel, world: World) -> Answer:
     """The loss and every gradient, whole, on every rank."""
     model = case.model()
-    tied = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
     spread, blocks = divide(model, find_blocks(model), case, parallel, world)
     if spread.experts is not None:
-        shard_experts(spread.experts, world, parallel.zero, "fp32")
+        shard_experts(spread.experts.modules, world, parallel.zero, "fp32")
     shard_model(model, blocks, world.mesh, parallel.zero, "fp32")
     sharded = ShardedModel(model, parallel.zero, world.mesh)
     spread.take(sharded)
-    del tied
     inputs, labels = case.inputs(), case.labels()
     scale = sharded.data_parallel_size / units_of(labels)
     objective: Objective = CausalObjective(model) if case.task == "causal" else _Rows(inputs)

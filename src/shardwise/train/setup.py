@@ -48,7 +48,7 @@ from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
 from shardwise.zero.shelf import stub_out
-from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.zero.stages import ShardedModel, shard_experts, shard_model
 from shardwise.zero.units import explain_divided
 from shardwise.zero.update import Update
 
@@ -95,7 +95,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedMode
         for _, block in blocks:
             block.forward = torch.compile(block.forward)  # inside of the hooks of sharding and recomputation
     if spread.experts is not None:
-        shard_experts(spread.experts, world, run.parallel.zero, run.precision)
+        shard_experts(spread.experts.modules, world, run.parallel.zero, run.precision)
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
     if run.offload.parameters == "none":
         materialise(model, world.device)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
 from shardwise.zero.integers import leave_integers_alone
 from shardwise.zero.units import choose_units
+
+if TYPE_CHECKING:
+    from shardwise.parallel.mesh import World
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -155,15 +158,31 @@ def shard_model(
 ) -> None:
     """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory."""
     leave_integers_alone()
+    plain = unmanaged(model, stage, precision)
+    options = _options(mesh, stage, precision)
+    for unit in choose_units(model, blocks, bucket, mesh.size(1), plain):
+        modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+        fully_shard(modules, ignored_params=plain, **options)
+
+
+def shard_experts(experts: list[nn.Module], world: World, stage: int, precision: str) -> None:
+    """Divides experts that are spread over ranks among those that have the same ones; before `shard_model`."""
+    mesh = world.expert_shards
+    assert mesh is not None
+    options = _options(mesh, stage, precision)
+    for module in experts:
+        unit = fully_shard(module, **options)
+        # The loss is scaled for an average over the ranks of the dense weights; tokens came from all of those.
+        unit.set_gradient_divide_factor(float(world.mesh.size()))
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _options(mesh: DeviceMesh, stage: int, precision: str) -> dict[str, Any]:
     compute = COMPUTE[precision]
     policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
-    plain = unmanaged(model, stage, precision)
-    options: dict[str, Any] = {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
-    for unit in choose_units(model, blocks, bucket, mesh.size(1), plain):
-        modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        fully_shard(modules, ignored_params=plain, **options)
+    return {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
 
 
 def unmanaged(model: nn.Module, stage: int, precision: str) -> set[nn.Parameter]:

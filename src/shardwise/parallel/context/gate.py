@@ -50,7 +50,9 @@ def examine(model: Any) -> Findings:
             ids = torch.randint(FIRST, tiny.config.get_text_config(decoder=True).vocab_size - 1, (2, WIDTH))
             tiny(input_ids=ids, use_cache=False)
         except Exception as error:
-            raise Refused("", f"no tiny model of this class runs here, so that nothing is known of it ({error})") from error
+            raise Refused(
+                "", f"no tiny model of this class runs here, so that nothing is known of it ({error})"
+            ) from error
         refusals: list[Refused] = []
         for positions, offset in _ways(tiny):
             try:
@@ -216,5 +218,3 @@ class _Attention:
             mine = piece.queries
             out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *found)
         return out if scores.sinks is None else sunk(out, lse, scores.sinks)[0]
-
-

@@ -64,7 +64,9 @@ class Attends(Protocol):
 class ContextRows(OwnRows):
     """This rank's columns of a mask, (rows, width): ones but for padding."""
 
-    def __init__(self, layout: Layout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
+    def __init__(
+        self, layout: Layout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> None:
         self.layout, self.attends, self.device, self.dtype = layout, attends, device, dtype
         self.shape = torch.Size((layout.rows, layout.width))
 
