@@ -14,7 +14,6 @@ from shardwise.models.build import find_blocks
 from shardwise.objectives.base import Loss, Objective, token_loss
 from shardwise.objectives.causal import CausalObjective
 from shardwise.parallel.apply import divide
-
 from shardwise.parallel.mesh import World
 from shardwise.parallel.trial import Answer, Case, gradients_of, units_of
 from shardwise.zero.stages import ShardedModel, shard_experts, shard_model

@@ -19,7 +19,8 @@ from shardwise.checkpoint.store import step_folder
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
-from shardwise.parallel.mesh import shard_size
+from shardwise.parallel.mesh import layout_of
+from shardwise.parallel.picture import axis_lines, picture
 from shardwise.zero.plusplus import describe_collectives
 from shardwise.zero.policy import held_by_place
 from shardwise.zero.stages import unmanaged
@@ -85,9 +86,10 @@ def _aim(job: Job) -> str | None:
 def print_plan(job: Job, console: Console | None = None) -> None:
     """The run in a dozen lines: model, data, batch arithmetic, sharding and what each rank will hold."""
     run, ranks = job.run, job.ranks
-    shard = shard_size(run.parallel.zero, run.parallel.shard, ranks)
+    layout = layout_of(run.parallel, ranks)
+    shard = layout.shard
     micro = int(run.train.micro_batch_size)
-    rounds = run.train.batch_size // (micro * ranks)
+    rounds = run.train.batch_size // (micro * layout.data)
     table = Table(title="plan of the run", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -105,21 +107,30 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         passes = (run.train.steps or 0) * run.train.batch_size / epoch
         epochs = f"; {passes:.2g} epochs of {epoch:,} sequences"
     table.add_row("steps", f"{run.train.steps} × {sequences}{epochs}")
-    table.add_row("batch", f"{run.train.batch_size} = {micro} per forward × {ranks} ranks × {rounds} accumulated")
-    groups = f"; {ranks // shard} groups of {shard}" if 1 < shard < ranks else ""
+    table.add_row(
+        "batch",
+        f"{run.train.batch_size} = {micro} per forward × {layout.data} ranks{_apart(run)} × {rounds} accumulated",
+    )
+    groups = f"; {layout.replicate} groups of {shard}" if layout.replicate > 1 < shard else ""
     groups += describe_collectives(run.parallel, shard, int(run.ranks))
     table.add_row(
         "ranks",
         f"{ranks} on {run.device} ({run.backend}), {run.precision}, "
         f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero] if ranks > 1 else 'alone, nothing to divide'}{groups}",
     )
+    if run.parallel.beyond_data:
+        table.add_row("axes", "; ".join(axis_lines(layout)))
+        table.add_row("", Text(picture(layout, int(run.ranks)), no_wrap=True))
     if run.parallel.bucket is not None:
         model = build_on_meta(job.source)
         apply_method(model, run, job.source.weights)
         plain = unmanaged(model, run.parallel.zero, run.precision)
         units = choose_units(model, find_blocks(model), run.parallel.bucket, shard, plain)
         table.add_row("buckets", describe_units(units, run.parallel.bucket))
-    for place, kinds in held_by_place(run, job.adapted.trainable, shard, job.adapted.frozen_bytes).items():
+    pieces = layout.pipeline * layout.tensor
+    for place, kinds in held_by_place(
+        run, job.adapted.trainable // pieces, shard, job.adapted.frozen_bytes // pieces
+    ).items():
         where, more = _place(place, run.offload.optimizer)
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
         table.add_row(where, parts + more)
@@ -132,6 +143,10 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     )
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
+
+
+def _apart(run: Run) -> str:
+    return " with different data" if run.parallel.beyond_data else ""
 
 
 def _place(place: str, states: str) -> tuple[str, str]:
