@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.data.loader import IGNORE
-from shardwise.kernels.cross_entropy import cross_entropy_
+from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
+from shardwise.parallel.local import offset_of, to_local
 from shardwise.zero.stages import ShardedModel
 
 # Logits at a time. On a GPU pieces large enough for its matrix products; on a CPU few enough to be no matter.
@@ -123,6 +125,36 @@ class _HeadLoss(torch.autograd.Function):
             None if d_bias is None else _times(d_bias, factor, kinds[1]),
             None,
         )
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """-log p of flat labels, 0 where they are ignored; logits cut along the vocabulary are never put together."""
+    if not isinstance(logits, DTensor):
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none")
+    mesh, last = logits.device_mesh, Shard(logits.ndim - 1)
+    if logits.placements != (last,):
+        whole = to_local(logits.redistribute(placements=[Replicate()]), Replicate())
+        return token_losses(whole, labels)
+    first = offset_of(logits)[-1]
+    losses: torch.Tensor = _CutLoss.apply(to_local(logits, last), labels, first, mesh.get_group())  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _CutLoss(torch.autograd.Function):
+    """Losses of rows of logits of which each rank has some columns."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+        share = logits.clone()
+        losses = cross_entropy_parallel_(share, labels, IGNORE, ctx.needs_input_grad[0], first, group)
+        ctx.save_for_backward(share)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (share,) = ctx.saved_tensors
+        return share * gradient[:, None].to(share.dtype), None, None, None
 
 
 def _times(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

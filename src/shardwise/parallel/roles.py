@@ -9,7 +9,8 @@ is needed everywhere. So the height above the end of the block and whether a lay
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,7 @@ class Roles:
 
     parts: tuple[Role, ...]
     differs: tuple[str, ...]
+    plain: Mapping[str, str] = field(default_factory=dict)  # modules that compute on plain tensors only, and why
 
     def __getitem__(self, name: str) -> Role:
         wanted = pattern_of(name)
