@@ -363,6 +363,38 @@ def plan(
     show_roles(roles, as_json)
 
 
+@app.command(epilog=_examples(
+    "shardwise zoo llama gpt2 mixtral",
+    "shardwise zoo --axis tensor --task masked",
+    "shardwise zoo --keep zoo.json --write docs/architectures.md   # all of them: an hour or more",
+))  # fmt: skip
+def zoo(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL_TYPE]…", help="As transformers calls them.")
+    ] = None,
+    axis: Annotated[list[str] | None, typer.Option(help="tensor, pipeline, context or expert; default: all.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="causal, masked or seq2seq; default: all.")] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="FILE", help="Results so far: go on from them.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as Markdown.")] = None,
+) -> None:
+    """Try the architectures of the installed transformers along each axis, tiny and on two ranks, against one process.
+
+    Leaves with 1 if one of them is wrong rather than right or refused.
+    """
+    from shardwise.parallel.zoo import AXES
+    from shardwise.parallel.zoo_table import TASKS, as_markdown, run_zoo, summary
+
+    results = run_zoo(names or (), axis or tuple(AXES), task or TASKS, keep)
+    if write is not None:
+        write.write_text(as_markdown(results, "shardwise zoo --write docs/architectures.md"))
+    for one in results:
+        if names or one.outcome == "wrong":
+            print(f"{one.axis:9} {one.task:8} {one.model_type:24} {one.outcome:8} {one.why}")
+    for line in summary(results):
+        print(line)
+    raise typer.Exit(any(one.outcome == "wrong" for one in results))
+
+
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="For other tools.")] = False) -> None:
     """Show what this machine has, what will not work, and how to mend it."""

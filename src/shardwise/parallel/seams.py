@@ -131,7 +131,9 @@ def local_experts(
     mesh: DeviceMesh, module: Any, forward: Callable[..., Any], hidden: Any, index: Any, weights: Any, *rest: Any
 ) -> DTensor:
     """A stack of experts, of which this rank has some, on the tokens that chose those."""
-    hidden, index, weights = (to_whole(x, mesh).redistribute(placements=[Replicate()]) for x in (hidden, index, weights))
+    hidden, index, weights = (
+        to_whole(x, mesh).redistribute(placements=[Replicate()]) for x in (hidden, index, weights)
+    )
     flat, chosen, shares = to_local(hidden, Partial()), index.to_local(), to_local(weights, Partial())
     with local_parameters(module, Partial()):
         stack: Any = next(iter(module.parameters(recurse=False)))
