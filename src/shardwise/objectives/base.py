@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from shardwise.data.loader import IGNORE
+from shardwise.objectives.head import token_losses
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Objective(Protocol):
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor | None, source_count: int) -> Loss:
     """Cross-entropy summed over the labels that are not ignored. Never waits for the device."""
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    losses = token_losses(logits.flatten(0, 1), labels.flatten())
     return sum_by_source(losses, labels.flatten() != IGNORE, sources, source_count)
 
 

@@ -10,16 +10,18 @@ Only for models that hand on what their head computes as it is; those that scale
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise.data.loader import IGNORE
 from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
-from shardwise.parallel.local import offset_of, to_local
+from shardwise.parallel.local import offset_of, to_local, to_whole
 from shardwise.zero.stages import ShardedModel
 
 # Logits at a time. On a GPU pieces large enough for its matrix products; on a CPU few enough to be no matter.
@@ -47,16 +49,39 @@ class HeadLoss:
         labels = self._labels
         if labels is None:
             return torch.as_tensor(self._plain(hidden))
+        hidden, weight, bias, cut = _parts_of(hidden, self._head)
         flat, wanted = hidden.flatten(0, -2), labels.flatten()
         learned = None
         if flat.device.type == "cpu":  # elsewhere a list of rows would be a wait for the device
             learned = (wanted != IGNORE).nonzero().flatten()
             flat, wanted = flat[learned], wanted[learned]
-        losses: torch.Tensor = _HeadLoss.apply(flat, self._head.weight, self._head.bias, wanted)  # type: ignore[no-untyped-call]
+        losses: torch.Tensor = _HeadLoss.apply(flat, weight, bias, wanted, cut)  # type: ignore[no-untyped-call]
         if learned is not None:
             losses = losses.new_zeros(labels.numel()).index_put((learned,), losses)
         # A copy, for FSDP hangs its hooks on the output, which a view might lose.
         return losses.view(*labels.shape, 1).clone()
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Which part of the vocabulary this rank has: from which entry on, of how many at most, and who has the others."""
+
+    first: int
+    widest: int
+    group: dist.ProcessGroup
+
+
+def _parts_of(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, _Cut | None]:
+    """Hidden states and the head's parameters as plain tensors: of a head that is cut, this rank's part."""
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, DTensor):
+        return hidden, weight, bias, None
+    mesh, (where,) = weight.device_mesh, weight.placements
+    cut = None if where.is_replicate() else _Cut(offset_of(weight)[0], -(-len(weight) // mesh.size()), mesh.get_group())
+    # Each rank's part of the vocabulary has a say in the gradient of the hidden states: they add up.
+    back = Replicate() if cut is None else Partial()
+    gathered = to_whole(hidden, mesh).redistribute(placements=[Replicate()])
+    return to_local(gathered, back), to_local(weight, where), None if bias is None else to_local(bias, where), cut
 
 
 def join_head(sharded: ShardedModel, asked: Any) -> HeadLoss | None:
@@ -75,6 +100,7 @@ def _hands_on(asked: Any) -> bool:
         marker.append(torch.randn(*hidden.shape[:-1], head.out_features, device=hidden.device).to(hidden.dtype))
         return marker[-1]
 
+    before = vars(head).get("forward")
     head.forward = mark
     ids = torch.arange(PROBE, device=asked.device)[None]
     try:
@@ -82,6 +108,8 @@ def _hands_on(asked: Any) -> bool:
             output = model(input_ids=ids, use_cache=False).logits
     finally:
         del head.forward
+        if before is not None:
+            head.forward = before
     same = len(marker) == 1 and output.shape == (1, PROBE, head.out_features)
     return same and torch.equal(output.float(), marker[0].float())
 
@@ -90,18 +118,26 @@ class _HeadLoss(torch.autograd.Function):
     """Losses of rows; the gradient assumes that they are summed with one weight, which it reads from the first."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        to_hidden, to_weight, to_bias, _ = ctx.needs_input_grad
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, cut: _Cut | None
+    ) -> torch.Tensor:
+        to_hidden, to_weight, to_bias, *_ = ctx.needs_input_grad
         gradient = to_hidden or to_weight or to_bias
         losses = torch.zeros(len(hidden), device=hidden.device)
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias else None
-        piece = max(1, PIECE.get(hidden.device.type, PIECE["cpu"]) // len(weight))
+        # As many pieces on every rank: each is a meeting of them.
+        piece = max(1, PIECE.get(hidden.device.type, PIECE["cpu"]) // (cut.widest if cut else len(weight)))
         for start in range(0, len(hidden), piece):
             part = hidden[start : start + piece]
             logits = F.linear(part, weight, bias)
-            losses[start : start + piece] = cross_entropy_(logits, labels[start : start + piece], IGNORE, gradient)
+            wanted = labels[start : start + piece]
+            if cut is None:
+                losses[start : start + piece] = cross_entropy_(logits, wanted, IGNORE, gradient)
+            else:
+                found = cross_entropy_parallel_(logits, wanted, IGNORE, gradient, cut.first, cut.group)
+                losses[start : start + piece] = found
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[start : start + piece])
             if d_weight is not None:
@@ -123,6 +159,7 @@ class _HeadLoss(torch.autograd.Function):
             None if d_hidden is None else _times(d_hidden.float(), factor, d_hidden.dtype),
             None if d_weight is None else _times(d_weight, factor, kinds[0]),
             None if d_bias is None else _times(d_bias, factor, kinds[1]),
+            None,
             None,
         )
 

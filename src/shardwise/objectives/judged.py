@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from shardwise.data.judged_layout import JudgedBatch
 from shardwise.data.loader import IGNORE
 from shardwise.objectives.base import Loss, sum_by_source
 from shardwise.objectives.causal import CausalObjective
+from shardwise.objectives.head import token_losses
 
 Reference = Callable[[Any], AbstractContextManager[Any]]  # the model as it was before training, from the model
 
@@ -29,7 +29,7 @@ class AnswerLogProbs:
         logits, labels, numbers = self._causal.logits(model, replace(batch, sources=batch.conversations))
         assert numbers is not None
         flat, numbers = labels.flatten(), numbers.flatten()
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), flat, ignore_index=IGNORE, reduction="none")
+        losses = token_losses(logits.flatten(0, 1), flat)
         sums, counts = (losses.new_zeros(batch.count + 1) for _ in range(2))  # the last is of padding
         sums = sums.index_add(0, numbers, -losses)
         counts = counts.index_add(0, numbers, (flat != IGNORE).to(losses.dtype))

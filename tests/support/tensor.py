@@ -1,0 +1,124 @@
+"""What tests of tensor parallelism run on ranks (see ranks.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+
+def case_of(kind: str, task: Any = "causal", **changes: Any) -> Any:
+    """A tiny model of an architecture, by default as its authors configure it."""
+    from transformers import CONFIG_MAPPING
+
+    from shardwise.models.shrink import shrink
+    from shardwise.parallel.trial import Case
+
+    config = shrink(CONFIG_MAPPING[kind]())
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return Case(config, task)
+
+
+def apart(kind: str, task: Any = "causal", changes: dict[str, Any] | None = None) -> tuple[float, float, str]:
+    """How far all ranks as one tensor axis are from one process: loss, worst gradient, whose."""
+    from shardwise.parallel.tensor_trial import try_tensor
+    from shardwise.parallel.trial import alone, judge
+
+    case = case_of(kind, task, **(changes or {}))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    verdict = judge(try_tensor(case, mesh), alone(case))
+    return verdict.loss, verdict.gradient, verdict.module
+
+
+def fill_from(model: nn.Module, whole: nn.Module) -> None:
+    """Each rank's part of every parameter from a whole model."""
+    from shardwise.models.weights import fill_local
+
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill_local(parameter, values[name].detach())
+
+
+def on_meta(model: Any) -> Any:
+    """The same with parameters that take no memory; buffers stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), empty)
+    return model
+
+
+def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[float, float, str]]:
+    """Tensor parallelism × ZeRO, recomputing blocks, from `meta`: how far from one process."""
+    from torch.distributed._composable import checkpoint
+
+    from shardwise.models.build import find_blocks, materialise
+    from shardwise.objectives.head import token_losses
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.parallel.trial import Answer, alone, gradients_of, judge, units_of
+    from shardwise.zero.stages import shard_model
+
+    root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    found = {}
+    for kind, task in kinds:
+        case = case_of(kind, task)
+        roles, model = find_roles(case.model()), on_meta(case.model())
+        tensor = divide_tensor(model, roles, root["tensor"])
+        blocks = find_blocks(model)
+        for _, block in blocks:
+            checkpoint(block)
+        shard_model(model, blocks, root["replicate", "shard"], stage, "fp32")
+        materialise(model, torch.device("cpu"))
+        fill_from(model, case.model())
+        model.train()
+        mine = root["shard"].get_local_rank()
+        given = {n: x.chunk(2)[mine] for n, x in case.inputs().items()}
+        labels = case.labels()
+        own = labels.chunk(2)[mine].flatten()
+        with tensor.active():
+            logits = model(**tensor.inputs(given), use_cache=False).logits
+            # FSDP averages gradients over its ranks.
+            loss = token_losses(logits.flatten(0, 1), own).sum() / units_of(labels)
+            (2 * loss).backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=root["shard"].get_group())
+        verdict = judge(Answer(total.item(), gradients_of(model)), alone(case))
+        found[kind] = (verdict.loss, verdict.gradient, verdict.module)
+    return found
+
+
+def parts_filled() -> list[str]:
+    """Names of parameters whose parts, cut twice (also unevenly), do not make up the whole."""
+    from shardwise.models.build import materialise
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.zero.stages import shard_model
+
+    root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    case = case_of("llama", vocab_size=93, intermediate_size=54)
+    whole = case.model()
+    model = on_meta(case.model())
+    divide_tensor(model, find_roles(case.model()), root["tensor"])
+    shard_model(model, [], root["replicate", "shard"], 3, "fp32")
+    materialise(model, torch.device("cpu"))
+    fill_from(model, whole)
+    values = dict(whole.named_parameters())
+    return [n for n, p in model.named_parameters() if not torch.equal(_full(p), values[n])]
+
+
+def _full(x: Any) -> torch.Tensor:
+    found: torch.Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return found.detach()
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
