@@ -1,0 +1,77 @@
+"""How many tokens each expert got: counted on the device, read when asked, with or without expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The busiest expert of a layer over the mean of that layer: of the worst layer, and of all layers on average."""
+
+    worst: float
+    mean: float
+
+
+class ExpertLoads:
+    """Counts the tokens that training sends to each expert; what is computed again in backward counts once.
+
+    A rank counts the tokens that it was given, those of tensor parallelism whole.
+    """
+
+    def __init__(self, experts: Mapping[str, nn.Module]) -> None:
+        self.layers = list(experts)
+        modules: list[Any] = list(experts.values())
+        self._sizes = [int(m.num_experts) for m in modules]
+        self._counts: torch.Tensor | None = None  # layers × experts; made where the first tokens are
+        for row, module in enumerate(modules):
+            module.register_forward_pre_hook(self._hook(row), with_kwargs=True)
+
+    def read(self, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Tokens by layer and expert since the last reset; with a group (data × context), those of all its ranks.
+
+        A layer with fewer experts than others has zeros at its end.
+        """
+        counts = self._table(torch.device("cpu")).clone()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        return counts
+
+    def reset(self) -> None:
+        """Begins to count anew."""
+        if self._counts is not None:
+            self._counts.zero_()
+
+    def balance(self, counts: torch.Tensor) -> Balance | None:
+        """A summary of what was read, for the metrics; None where nothing was counted."""
+        rows = [row[:size].float() for row, size in zip(counts.cpu(), self._sizes, strict=True)]
+        ratios = [float(row.max() / row.mean()) for row in rows if row.sum() > 0]
+        return Balance(max(ratios), sum(ratios) / len(ratios)) if ratios else None
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        if self._counts is None:
+            self._counts = torch.zeros(len(self._sizes), max(self._sizes, default=0), dtype=torch.int64, device=device)
+        return self._counts
+
+    def _hook(self, row: int) -> Any:
+        size = self._sizes[row]
+
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A graph task is under way: this is a forward that backward asked for again.
+            if not module.training or torch._C._current_graph_task_id() != -1:
+                return
+            chosen = [*args, *kwargs.values()][1].detach()
+            if isinstance(chosen, DTensor):
+                chosen = chosen.redistribute(chosen.device_mesh, [Replicate()]).to_local()
+            chosen = chosen.reshape(-1)
+            asked = (chosen < size).to(torch.int64)
+            self._table(chosen.device)[row].scatter_add_(0, chosen.clamp(max=size - 1), asked)
+
+        return torch.compiler.disable(count)
