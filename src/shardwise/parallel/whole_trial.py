@@ -44,7 +44,7 @@ def try_axes(case: Case, parallel: Parallel, world: World) -> Answer:
     model = case.model()
     spread, blocks = divide(model, find_blocks(model), case, parallel, world)
     if spread.experts is not None:
-        shard_experts(spread.experts.modules, world, parallel.zero, "fp32")
+        shard_experts(spread.experts, world, parallel.zero, "fp32")
     shard_model(model, blocks, world.mesh, parallel.zero, "fp32")
     sharded = ShardedModel(model, parallel.zero, world.mesh)
     spread.take(sharded)

@@ -95,7 +95,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedMode
         for _, block in blocks:
             block.forward = torch.compile(block.forward)  # inside of the hooks of sharding and recomputation
     if spread.experts is not None:
-        shard_experts(spread.experts.modules, world, run.parallel.zero, run.precision)
+        shard_experts(spread.experts, world, run.parallel.zero, run.precision)
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
     if run.offload.parameters == "none":
         materialise(model, world.device)

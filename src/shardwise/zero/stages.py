@@ -36,6 +36,7 @@ from shardwise.zero.integers import leave_integers_alone
 from shardwise.zero.units import choose_units
 
 if TYPE_CHECKING:
+    from shardwise.parallel.expert import ExpertParallel
     from shardwise.parallel.mesh import World
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -165,16 +166,14 @@ def shard_model(
         fully_shard(modules, ignored_params=plain, **options)
 
 
-def shard_experts(experts: list[nn.Module], world: World, stage: int, precision: str) -> None:
+def shard_experts(experts: ExpertParallel, world: World, stage: int, precision: str) -> None:
     """Divides experts that are spread over ranks among those that have the same ones; before `shard_model`."""
     mesh = world.expert_shards
     assert mesh is not None
     options = _options(mesh, stage, precision)
-    for module in experts:
-        unit = fully_shard(module, **options)
-        # The loss is scaled for an average over the ranks of the dense weights; tokens came from all of those.
-        unit.set_gradient_divide_factor(float(world.mesh.size()))
-        unit.set_force_sum_reduction_for_comms(True)
+    for module in experts.modules:
+        fully_shard(module, shard_placement_fn=experts.placement(mesh), **options)
+    experts.average_over(world.mesh.size(), mesh)
 
 
 def _options(mesh: DeviceMesh, stage: int, precision: str) -> dict[str, Any]:
