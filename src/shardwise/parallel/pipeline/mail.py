@@ -1,0 +1,175 @@
+"""Tensors between neighbouring stages: sent without waiting, received in the order in which they were sent.
+
+[Note: four groups] NCCL runs the messages of two ranks in one group one after the other, each until its partner has
+come to it. Forwards and backwards, and messages to higher and to lower ranks (chunks in rounds or in a V go both ways),
+have groups of their own, so that two ranks never wait for each other. Within a group each pair has one direction, and
+the receiver, which knows the sender's order, asks for messages in that order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from shardwise.parallel.pipeline.schedule import Orders
+from shardwise.parallel.pipeline.stage import Port
+
+Way = Literal["forward", "backward"]
+Message = tuple[Way, int, int]  # which way, the chunk it is for, the micro-batch
+
+
+@dataclass(frozen=True)
+class Links:
+    """Groups of one pipeline: for messages, by way and whether to a higher rank; and for sums, by the ranks in them."""
+
+    messages: dict[tuple[Way, bool], dist.ProcessGroup]
+    sums: dict[tuple[int, ...], dist.ProcessGroup]
+
+
+def make_links(group: dist.ProcessGroup, sums: Sequence[tuple[int, ...]] = ()) -> Links:
+    """Makes the groups of all pipelines of the run: every rank calls it with its own and the same `sums`."""
+    mine = tuple(dist.get_process_group_ranks(group))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    messages: dict[tuple[Way, bool], dist.ProcessGroup] = {}
+    summing: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    backend = dist.get_backend(group)
+    for ranks in sorted(set(gathered)):
+        ways: tuple[Way, ...] = ("forward", "backward")
+        for way in ways:
+            for up in (True, False):
+                made = dist.new_group(list(ranks), backend=backend)
+                if ranks == mine:
+                    messages[way, up] = made
+        for members in sorted(set(sums)):
+            made = dist.new_group([ranks[i] for i in members], backend=backend)
+            if ranks == mine:
+                summing[members] = made
+    return Links(messages, summing)
+
+
+def shapes_of(value: Any) -> Hashable:
+    """What two micro-batches have in common if the same shapes pass through the model for both."""
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return tuple((key, shapes_of(one)) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(shapes_of(one) for one in value)
+    if is_dataclass(value):
+        return tuple((f.name, shapes_of(getattr(value, f.name))) for f in fields(value))
+    return value is None
+
+
+class Mail:
+    """The messages of one step of one rank. `known` outlives it: what passes at a boundary for micro-batches alike."""
+
+    def __init__(
+        self,
+        links: Links,
+        rank: int,
+        owners: Sequence[int],
+        orders: Orders,
+        keys: Sequence[Hashable],
+        known: dict[Hashable, tuple[Port, ...]],
+        device: torch.device,
+    ) -> None:
+        self._links, self._rank, self._owners, self._device = links, rank, owners, device
+        self._keys, self._known = keys, known
+        self._expected = {
+            (way, peer): deque(_sent(way, orders[peer], owners, peer, rank))
+            for way in ("forward", "backward") for peer in range(len(orders)) if peer != rank
+        }  # fmt: skip
+        self._arriving: dict[Message, tuple[tuple[Port, ...], list[torch.Tensor], list[Any]]] = {}
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._back: dict[tuple[int, int], tuple[Port, ...]] = {}  # gradients that are to come
+
+    def send(self, chunk: int, micro: int, ports: tuple[Port, ...], tensors: Sequence[torch.Tensor]) -> None:
+        """What a chunk needs for a micro-batch, to its owner."""
+        peer, key = self._owners[chunk], self._key(chunk, micro)
+        if key not in self._known:
+            self._known[key] = ports
+            words = torch.frombuffer(bytearray(pickle.dumps(ports)), dtype=torch.uint8)
+            self._post("forward", peer, torch.tensor([len(words)]))
+            self._post("forward", peer, words)
+        elif self._known[key] != ports:
+            raise RuntimeError(f"chunk {chunk} is given {ports}, before it was {self._known[key]}: shapes do not tell")
+        self._back[chunk - 1, micro] = ports
+        for tensor in tensors:
+            self._post("forward", peer, tensor.detach())
+
+    def send_back(self, chunk: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
+        """The gradients of what a chunk made, to its owner."""
+        for gradient in gradients:
+            self._post("backward", self._owners[chunk], gradient.detach())
+
+    def receive(self, way: Way, chunk: int, micro: int) -> tuple[tuple[Port, ...], list[torch.Tensor]]:
+        """What was sent for a chunk and a micro-batch; waits for it."""
+        source = self._owners[chunk - 1 if way == "forward" else chunk + 1]
+        message = (way, chunk, micro)
+        expected = self._expected[way, source]
+        while message not in self._arriving:
+            self._expect(expected.popleft(), source)
+        ports, tensors, works = self._arriving.pop(message)
+        for work in works:
+            work.wait()
+        return ports, [tensor.to(self._device) for tensor in tensors]
+
+    def finish(self) -> None:
+        """Waits until everything has been sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    def _key(self, chunk: int, micro: int) -> Hashable:
+        return (chunk, torch.is_grad_enabled(), self._keys[micro])
+
+    def _group(self, way: Way, source: int, target: int) -> dist.ProcessGroup:
+        return self._links.messages[way, target > source]
+
+    def _on_host(self, group: dist.ProcessGroup) -> bool:
+        return dist.get_backend(group) == "gloo"
+
+    def _post(self, way: Way, peer: int, tensor: torch.Tensor) -> None:
+        group = self._group(way, self._rank, peer)
+        tensor = tensor.to("cpu" if self._on_host(group) else self._device).contiguous()
+        self._sending.append((dist.isend(tensor, group=group, group_dst=peer), tensor))
+
+    def _take(self, way: Way, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        group = self._group(way, source, self._rank)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self._on_host(group) else self._device)
+        return tensor, dist.irecv(tensor, group=group, group_src=source)
+
+    def _expect(self, message: Message, source: int) -> None:
+        way, chunk, micro = message
+        ports = self._ports(chunk, micro, source) if way == "forward" else self._back.pop((chunk, micro))
+        wanted = [port for port in ports if port.grad or way == "forward"]
+        taken = [self._take(way, source, port.shape, port.dtype) for port in wanted]
+        self._arriving[message] = ports, [tensor for tensor, _ in taken], [work for _, work in taken]
+
+    def _ports(self, chunk: int, micro: int, source: int) -> tuple[Port, ...]:
+        key = self._key(chunk, micro)
+        if key not in self._known:
+            length, work = self._take("forward", source, [1], torch.int64)
+            work.wait()
+            words, work = self._take("forward", source, [int(length)], torch.uint8)
+            work.wait()
+            self._known[key] = pickle.loads(words.cpu().numpy().tobytes())
+        return self._known[key]
+
+
+def _sent(way: Way, order: Sequence[Any], owners: Sequence[int], source: int, target: int) -> list[Message]:
+    """The messages from one rank to another, in the order in which they are sent."""
+    kinds = ("forward",) if way == "forward" else ("backward", "input")
+    step = 1 if way == "forward" else -1
+    return [
+        (way, action.chunk + step, action.micro) for action in order
+        if action.kind in kinds
+        and 0 <= action.chunk + step < len(owners) and owners[action.chunk + step] == target != source
+    ]  # fmt: skip

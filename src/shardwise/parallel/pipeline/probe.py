@@ -1,0 +1,157 @@
+"""Learns how a class of models can be cut, from a tiny one that runs here.
+
+One forward shows the order of the blocks and which of their arguments come from parameters. A forward block by block
+shows which other parameters each of them needs. Then the tiny model is cut in two before each block in turn and has to
+give the loss and the gradients of the whole: what passes from block to block by other ways than arguments (a list of
+all layers' outputs, a cache) shows here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from shardwise.models.build import find_blocks
+from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Facts, Like, Output, Place, Shape
+from shardwise.parallel.pipeline.schedule import Schedule
+from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
+from shardwise.parallel.trial import Answer, Case, Refused, gradients_of, judge, mean_loss, units_of
+
+ROWS, WIDTH = 2, 12
+
+
+def probe(case: Case) -> Facts:
+    """What is true of how models of a class can be cut; takes about a second."""
+    case = _deep(case)
+    model = case.model()
+    facts = _watch(model, case)
+    facts = _find_lives(copy.deepcopy(model), facts, case)
+    wanted = _whole(copy.deepcopy(model), case)
+    faults = [_fault(model, facts, case, at, wanted) for at in range(1, len(facts.calls))]
+    return replace(facts, faults=("", *faults))
+
+
+def _deep(case: Case) -> Case:
+    """The case with stacks in which there is a middle."""
+    config = copy.deepcopy(case.config)
+    for name in ("encoder_layers", "num_encoder_layers"):
+        if getattr(config, name, None) == 2:
+            setattr(config, name, 3)
+    return replace(case, config=config)
+
+
+def _loss(model: Any, case: Case) -> torch.Tensor:
+    labels = case.labels(ROWS, WIDTH)
+    return mean_loss(model(**case.inputs(ROWS, WIDTH), use_cache=False).logits, labels, units_of(labels))
+
+
+def _whole(model: Any, case: Case) -> Answer:
+    loss = _loss(model, case)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return Answer(loss.item(), gradients_of(model))
+
+
+def _watch(model: nn.Module, case: Case) -> Facts:
+    blocks = find_blocks(model)
+    if not blocks:
+        raise Refused("", "no repeated blocks are found in it")
+    calls: list[Call] = []
+    with _hooks(blocks, calls):
+        _loss(model, case)
+    called = tuple({call.block for call in calls})
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    outside = frozenset(n for n in names if not n.startswith(tuple(f"{block}." for block in called)))
+    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside)
+
+
+@contextmanager
+def _hooks(blocks: list[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[None]:
+    handles = []
+    for name, block in blocks:
+
+        def hook(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            calls.append(_call(name, Arguments(args, kwargs), output))
+
+        handles.append(block.register_forward_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _call(name: str, arguments: Arguments, output: Any) -> Call:
+    """Every parameter has a gradient here, so what comes from one asks for its own."""
+    takes = {p: x for p, x in arguments.leaves.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    if not takes:
+        raise Refused(name, "none of its arguments comes from the blocks before it")
+    free: dict[Place, torch.Size] = {place: x.shape for place, x in takes.items()}
+    leaves, spec = tree_flatten(output)
+    found: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif (place := next((p for p, shape in free.items() if shape == leaf.shape), None)) is not None:
+            found.append(Like(place))
+            del free[place]
+        else:
+            found.append(Shape(tuple(leaf.shape)))
+    return Call(name, tuple(takes), Output(spec, tuple(found), tuple(next(iter(takes.values())).shape)))
+
+
+def _find_lives(model: nn.Module, facts: Facts, case: Case) -> Facts:
+    """Each block as a chunk of its own: the gradients of what it makes show what it was made from."""
+    count = len(facts.calls)
+    cut = Cut(facts.calls, tuple((i, i + 1) for i in range(count)), facts.outside)
+    stages = Stages(model, cut, 0, 1, Schedule("interleaved", count))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    calls, wire = [], None
+    for chunk, call in enumerate(facts.calls):
+        passed = stages.forward(chunk, wire, lambda: _loss(model, case))
+        wire = passed.wire
+        made = [passed.result] if wire is None else wire.differentiable
+        gradients = torch.autograd.grad([x.sum() for x in made], list(named.values()), allow_unused=True)
+        lives = {n for n, g in zip(named, gradients, strict=True) if g is not None and n in facts.outside}
+        calls.append(replace(call, lives=frozenset(lives)))
+    return replace(facts, calls=tuple(calls))
+
+
+def _fault(model: nn.Module, facts: Facts, case: Case, at: int, wanted: Answer) -> str:
+    """Why a model cannot be cut in two before a block; "" if it can."""
+    cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside)
+    try:
+        answer = _in_two([Stages(copy.deepcopy(model), cut, rank, 2, Schedule("1f1b")) for rank in range(2)], case)
+    except Refused as refusal:
+        return refusal.why
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        return f"a model cut before it does not run ({type(error).__name__}: {text})"
+    verdict = judge(answer, wanted)
+    if verdict.right:
+        return ""
+    what = "the loss" if verdict.gradient == 0 else f"the gradient of {verdict.module}"
+    return f"a model cut before it computes something else ({what}): more passes from block to block than arguments"
+
+
+def _in_two(halves: list[Stages], case: Case) -> Answer:
+    first, last = halves
+    begun: Passed = first.forward(0, None, lambda: _loss(first.model, case))
+    assert begun.wire is not None
+    wire = Wire(begun.wire.ports, tuple(tensor.detach() for tensor in begun.wire.tensors))
+    ended = last.forward(1, wire, lambda: _loss(last.model, case))
+    ended.result.backward()
+    back = [given.grad if given.grad is not None else torch.zeros_like(given) for given in ended.given]
+    taken = [g for port, g in zip(wire.ports, back, strict=True) if port.grad]
+    torch.autograd.backward(begun.wire.differentiable, taken)
+    summed: dict[str, torch.Tensor] = {}
+    for half in halves:
+        for name, gradient in gradients_of(half.model).items():
+            summed[name] = summed[name] + gradient if name in summed else gradient
+    return Answer(ended.result.item(), summed)

@@ -1,0 +1,241 @@
+"""Runs a schedule: forwards and backwards in its order, with what passes between stages.
+
+torch's own executor wants micro-batches of one shape; ours differ in width. Every stage is given the same micro-batches
+and calls the same function on them, which comes to its end on the last stage alone (see `Boundary`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.parallel.pipeline.mail import Links, Mail, make_links, shapes_of
+from shardwise.parallel.pipeline.schedule import Action, Orders, Schedule, Span
+from shardwise.parallel.pipeline.split import backward_of_inputs, backward_of_weights, check_split
+from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
+
+Compute = Callable[[Any, Any], Any]
+
+
+class Pipeline:
+    """The ranks of a group as one pipeline; all ranks of the run make theirs at the same time.
+
+    `meshes`: those over which the tensors between blocks are divided, if they are. `record`: keep the time of every
+    action of the latest step in `spans`.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        group: dist.ProcessGroup,
+        schedule: Schedule,
+        device: torch.device,
+        meshes: Sequence[DeviceMesh] = (),
+        links: Links | None = None,
+    ) -> None:
+        if schedule.splits:
+            check_split(stages.model)
+        self.stages, self.group, self.schedule, self.device = stages, group, schedule, device
+        self.links = links or make_links(group, sorted(set(stages.shared.values())))
+        self.owners = schedule.owners(stages.ranks)
+        self.record = False
+        self.spans: list[Span] = []
+        stages.device, stages.meshes = device, meshes
+        stages.connect(self.links.sums)
+        self._known: dict[Any, Any] = {}
+
+    def step(
+        self,
+        micro_batches: Sequence[Any],
+        compute: Compute,
+        to_backward: Callable[[Any], torch.Tensor],
+        before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
+    ) -> list[Any]:
+        """Forward and backward of all micro-batches; what `compute` returned on the last stage, [] on the others.
+
+        `before_backward` is told the chunk and whether it is its last backward in this step. Gradients of what several
+        stages share are not summed yet: `stages.sum_shared_gradients()`.
+        """
+        orders = self.schedule.orders(self.stages.ranks, len(micro_batches))
+        return _Step(self, orders, micro_batches, compute, to_backward, before_backward).run()
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Any], compute: Compute) -> list[Any]:
+        """Forwards alone; what `compute` returned on the last stage, [] on the others."""
+        orders = self.schedule.orders(self.stages.ranks, len(micro_batches))
+        forwards = tuple(tuple(one for one in order if one.kind == "forward") for order in orders)
+        return _Step(self, forwards, micro_batches, compute).run()
+
+    def logits(self, **inputs: Any) -> torch.Tensor:
+        """The model's logits, on every rank."""
+        found = self.evaluate([inputs], lambda model, given: model(**given).logits)
+        told: list[Any] = [(found[0].shape, found[0].dtype) if found else None]
+        source = dist.get_global_rank(self.group, self.owners[-1])
+        dist.broadcast_object_list(told, src=source, group=self.group)
+        shape, dtype = told[0]
+        logits: torch.Tensor = found[0].contiguous() if found else torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(logits, src=source, group=self.group)
+        return logits
+
+    def all_spans(self) -> list[Span]:
+        """The latest step's actions on all ranks, where they were recorded; collective."""
+        gathered: list[Any] = [None] * self.stages.ranks
+        dist.all_gather_object(gathered, self.spans, group=self.group)
+        return [span for spans in gathered for span in spans]
+
+
+class _Step:
+    """One step under way on one rank."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        orders: Orders,
+        micro_batches: Sequence[Any],
+        compute: Compute,
+        to_backward: Callable[[Any], torch.Tensor] | None = None,
+        before_backward: Callable[[int, bool], None] | None = None,
+    ) -> None:
+        stages = pipeline.stages
+        self._stages, self._micros, self._compute = stages, micro_batches, compute
+        self._to_backward, self._before_backward = to_backward, before_backward
+        self._owners, self._order = pipeline.owners, orders[stages.rank]
+        keys = [shapes_of(micro) for micro in micro_batches]
+        self._mail = Mail(pipeline.links, stages.rank, pipeline.owners, orders, keys, pipeline._known, pipeline.device)
+        self._clock = _Clock(stages.rank, pipeline.device) if pipeline.record else None
+        self._pipeline = pipeline
+        self._passed: dict[tuple[int, int], Passed] = {}
+        self._local: dict[Any, Any] = {}  # between two chunks of this rank
+        self._weights: dict[tuple[int, int], Any] = {}
+        self._results: dict[int, Any] = {}
+        self._left = {chunk: sum(self._ends(a, chunk) for a in self._order) for chunk in stages.chunks}
+
+    def run(self) -> list[Any]:
+        do = {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}
+        for action in self._order:
+            do[action.kind](action)
+        self._mail.finish()
+        if self._clock is not None:
+            self._pipeline.spans = self._clock.spans()
+        return [self._results[micro] for micro in sorted(self._results)]
+
+    def _forward(self, action: Action) -> None:
+        _, chunk, micro = action
+        wire = self._incoming(chunk, micro)
+        model = self._stages.model
+        with self._timed(action):
+            passed = self._stages.forward(chunk, wire, lambda: self._compute(model, self._micros[micro]))
+        if self._to_backward is not None:
+            self._passed[chunk, micro] = passed
+        if passed.wire is None:
+            self._results[micro] = passed.result
+        elif self._owners[chunk + 1] == self._stages.rank:
+            self._local["forward", chunk + 1, micro] = passed.wire
+        else:
+            self._mail.send(chunk + 1, micro, passed.wire.ports, passed.wire.tensors)
+
+    def _incoming(self, chunk: int, micro: int) -> Wire | None:
+        if chunk == 0:
+            return None
+        if (wire := self._local.pop(("forward", chunk, micro), None)) is not None:
+            return wire  # type: ignore[no-any-return]
+        ports, tensors = self._mail.receive("forward", chunk, micro)
+        return Wire(ports, tuple(tensors))
+
+    def _backward(self, action: Action) -> None:
+        passed, outputs, gradients = self._outgoing(action)
+        self._announce(action)
+        with self._timed(action):
+            made = outputs or [self._to_backward(passed.result)]  # type: ignore[misc]
+            if made[0].requires_grad:
+                torch.autograd.backward(made, gradients)
+        self._return(action, passed)
+
+    def _input(self, action: Action) -> None:
+        passed, outputs, gradients = self._outgoing(action)
+        weights = [p for p in self._stages.model.parameters() if p.requires_grad]
+        with self._timed(action):
+            made = outputs or [self._to_backward(passed.result)]  # type: ignore[misc]
+            kept = backward_of_inputs(made, gradients, passed.given, weights)
+        self._weights[action.chunk, action.micro] = (weights, kept)
+        self._return(action, passed)
+
+    def _weight(self, action: Action) -> None:
+        weights, kept = self._weights.pop((action.chunk, action.micro))
+        self._announce(action)
+        with self._timed(action):
+            backward_of_weights(weights, kept)
+
+    def _outgoing(self, action: Action) -> tuple[Passed, list[torch.Tensor], list[torch.Tensor] | None]:
+        """What was made in the forward, and the gradients that came back for it."""
+        _, chunk, micro = action
+        passed = self._passed.pop((chunk, micro))
+        if passed.wire is None:
+            return passed, [], None
+        if self._owners[chunk + 1] == self._stages.rank:
+            return passed, passed.wire.differentiable, self._local.pop(("backward", chunk, micro))
+        return passed, passed.wire.differentiable, self._mail.receive("backward", chunk, micro)[1]
+
+    def _return(self, action: Action, passed: Passed) -> None:
+        """Hands the gradients of what came by wire to where it came from."""
+        _, chunk, micro = action
+        if chunk == 0:
+            return
+        wanted = [tensor for tensor in passed.given if tensor.requires_grad]
+        gradients = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in wanted]
+        if self._owners[chunk - 1] == self._stages.rank:
+            self._local["backward", chunk - 1, micro] = gradients
+        else:
+            self._mail.send_back(chunk - 1, micro, gradients)
+
+    def _announce(self, action: Action) -> None:
+        """Tells the loop, and FSDP, which forgets what it knows of forwards under way in what it takes for the last."""
+        self._left[action.chunk] -= 1
+        model: Any = self._stages.model
+        if isinstance(model, FSDPModule):
+            model.set_is_last_backward(not any(self._left.values()))
+        assert self._before_backward is not None
+        self._before_backward(action.chunk, self._left[action.chunk] == 0)
+
+    def _ends(self, action: Action, chunk: int) -> bool:
+        return action.chunk == chunk and action.kind in ("backward", "weight")
+
+    def _timed(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._clock is None else self._clock.timed(action)
+
+
+class _Clock:
+    """Times actions, by the device's own clock where it has one: the host runs ahead of it."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._cuda = rank, device.type == "cuda"
+        self._start = self._now()
+        self._marks: list[tuple[Action, Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def timed(self, action: Action) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self._marks.append((action, begin, self._now()))
+
+    def spans(self) -> list[Span]:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return [Span(self._rank, action, self._since(begin), self._since(end)) for action, begin, end in self._marks]
+
+    def _since(self, moment: Any) -> float:
+        return self._start.elapsed_time(moment) / 1000 if self._cuda else moment - self._start
