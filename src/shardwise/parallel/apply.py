@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.schema import Parallel
 from shardwise.parallel.mesh import World
+from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, cut_model, probe
 from shardwise.parallel.roles import find_roles
 from shardwise.parallel.spread import Spread
 from shardwise.parallel.trial import Case, Refused
@@ -29,16 +31,19 @@ class AxisRefused(Refused):
         self.axis = axis
 
 
-def divide(model: Any, blocks: Blocks, case: Case, parallel: Parallel, world: World) -> tuple[Spread, Blocks]:
+def divide(
+    model: Any, blocks: Blocks, case: Case, parallel: Parallel, world: World, dtype: torch.dtype | None = None
+) -> tuple[Spread, Blocks]:
     """The model with every axis of the settings in place, and the blocks that this rank has of it.
 
-    `case` makes tiny models of the same class.
+    `case` makes tiny models of the same class; `dtype` is what parameters are computed in, if not as they are stored.
     """
     spread = Spread(world, tiny=replace(case, dtype=torch.float32).model())
     axis = "pipeline"
     try:
         if world.pipeline is not None:
-            blocks = _pipeline(model, blocks, case, parallel, spread)
+            spread.stages = stages = _stages(model, case, parallel, world.pipeline, dtype)
+            blocks = stages.blocks
         if world.expert is not None:
             axis = "expert"
             from shardwise.parallel.expert import spread_experts
@@ -56,4 +61,24 @@ def divide(model: Any, blocks: Blocks, case: Case, parallel: Parallel, world: Wo
             spread.context = install_context(model, world.context, parallel.context_kind)
     except Refused as refusal:
         raise AxisRefused(axis, refusal) from None
+    if spread.stages is not None:
+        spread.pipeline = _pipeline(spread.stages, parallel, world)
     return spread, blocks
+
+
+def schedule_of(parallel: Parallel) -> Schedule:
+    """The order of a pipeline's work that settings ask for."""
+    several = {"interleaved": parallel.chunks or 2, "zbv": 2}
+    return Schedule(parallel.schedule, several.get(parallel.schedule, 1))
+
+
+def _stages(model: Any, case: Case, parallel: Parallel, mesh: DeviceMesh, dtype: torch.dtype | None) -> Stages:
+    schedule = schedule_of(parallel)
+    cut = cut_model(model, probe(case), mesh.size() * schedule.chunks)
+    return Stages(model, cut, mesh.get_local_rank(), mesh.size(), schedule, dtype)
+
+
+def _pipeline(stages: Stages, parallel: Parallel, world: World) -> Pipeline:
+    assert world.pipeline is not None
+    meshes = () if world.tensor is None else (world.tensor,)
+    return Pipeline(stages, world.pipeline.get_group(), schedule_of(parallel), world.device, meshes)

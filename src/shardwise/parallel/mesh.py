@@ -116,12 +116,6 @@ class World:
         place = self.place
         return place.tensor == place.context == place.pipeline == 0
 
-    @property
-    def counts(self) -> bool:
-        """Whether sums over this rank's data are to be counted: others along `tensor` compute the same."""
-        place = self.place
-        return place.tensor == 0 and place.pipeline == self.layout.pipeline - 1
-
 
 def shard_size(zero: int, shard: int | None, ranks: int) -> int:
     """Ranks among which one copy of the states is divided."""

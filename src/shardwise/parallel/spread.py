@@ -45,6 +45,11 @@ class Spread:
         shared = self.stages.shared if self.stages is not None else {}
         sharded.copies = {n: _copies(p) * len(shared.get(n, (0,))) for n, p in sharded.parameters.items()}
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's losses are to be added up: others along `tensor` have the same, other stages none."""
+        return self.world.place.tensor == 0 and (self.stages is None or self.stages.is_last)
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Around forwards and backwards."""

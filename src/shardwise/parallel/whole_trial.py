@@ -66,7 +66,7 @@ def try_axes(case: Case, parallel: Parallel, world: World) -> Answer:
                 losses.append(objective(model, spread.share(batch)))
                 (losses[-1].total * scale).backward()
     total = torch.tensor([float(loss.total.detach()) for loss in losses], dtype=torch.float64).sum()
-    if not world.counts:
+    if not spread.counts:
         total.zero_()
     dist.all_reduce(total)
     return Answer(total.item() / units_of(labels), _everyone(gradients_of(model), world))

@@ -88,7 +88,7 @@ def fit(parts: Parts) -> Outcome:
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
             position.tokens += batch.tokens
             position.supervised += batch.supervised
-            parts.meter.add(step, rate, summed if world.counts else torch.zeros_like(summed), norm, batch)
+            parts.meter.add(step, rate, summed if parts.spread.counts else torch.zeros_like(summed), norm, batch)
 
             stop, save_due, eval_due = control.end()
             last = position.step == total
@@ -172,7 +172,7 @@ def evaluate(parts: Parts) -> Evaluation:
             model, objective, loader, micro, world.device, world.place.data, world.layout.data,
             several=lambda batches: spread.losses(model, objective, batches), together=spread.together,
         )  # fmt: skip
-    if not world.counts:
+    if not spread.counts:
         sums.zero_()  # what another rank tells
     dist.all_reduce(sums, group=world.control)
     return evaluation_of(sums, objective, loader.names)

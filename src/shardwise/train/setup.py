@@ -48,7 +48,7 @@ from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
 from shardwise.zero.shelf import stub_out
-from shardwise.zero.stages import ShardedModel, shard_experts, shard_model
+from shardwise.zero.stages import COMPUTE, ShardedModel, shard_experts, shard_model
 from shardwise.zero.units import explain_divided
 from shardwise.zero.update import Update
 
@@ -85,7 +85,8 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedMode
     if run.parallel.beyond_data:
         from shardwise.parallel.apply import divide
 
-        spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world)
+        compute = None if run.precision == "fp32" else COMPUTE[run.precision]
+        spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world, compute)
     if run.recompute == "full":
         for _, block in blocks:
             recompute(block)
