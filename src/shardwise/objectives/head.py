@@ -196,3 +196,21 @@ class _CutLoss(torch.autograd.Function):
 
 def _times(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.mul(value, factor, out=torch.empty_like(value, dtype=dtype))
+
+
+@torch.no_grad()
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The entry with the largest logit of each row; where ranks have parts of them, each tells its best alone."""
+    if not isinstance(logits, DTensor):
+        return logits.argmax(-1)
+    (where,), local = logits.placements, logits._local_tensor
+    if where.is_replicate():
+        return local.argmax(-1)
+    assert where == Shard(logits.ndim - 1), where
+    mesh, rows = logits.device_mesh, local.shape[:-1]
+    best, entry = local.max(-1) if local.shape[-1] else (local.new_full(rows, -torch.inf), local.new_zeros(rows).long())
+    everyone = best.new_empty((mesh.size(), *rows)), entry.new_empty((mesh.size(), *rows))
+    for mine, all_of in zip((best, entry + offset_of(logits)[-1]), everyone, strict=True):
+        dist.all_gather_into_tensor(all_of, mine.contiguous(), group=mesh.get_group())
+    values, entries = everyone
+    return entries.gather(0, values.argmax(0)[None])[0]

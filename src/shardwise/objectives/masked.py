@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.data.rows import RowBatch
 from shardwise.objectives.base import Loss, token_loss
+from shardwise.objectives.head import likeliest
 
 
 class MaskedObjective:
@@ -19,5 +20,5 @@ class MaskedObjective:
         """Sum of -log p over the masked tokens."""
         labels, logits = batch.labels, model(**batch.inputs).logits
         loss = token_loss(logits, labels, batch.sources_like(labels), batch.source_count)
-        right = (logits.detach().argmax(-1) == labels).sum()  # what is not masked has a label that is no token
+        right = (likeliest(logits) == labels).sum()  # what is not masked has a label that is no token
         return replace(loss, figures={"accuracy": right})

@@ -1,0 +1,87 @@
+"""Axes that do not fit: one message, with the legal values nearby."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.families import config_of
+from transformers import AutoConfig
+
+from shardwise.config.axes import check_axes, check_model_axes, check_objective_axes
+from shardwise.config.schema import Run
+from shardwise.errors import UserError
+from shardwise.parallel.mesh import Layout, layout_of
+from shardwise.parallel.picture import axis_lines, picture
+
+
+def the_run(**parallel: Any) -> Run:
+    return Run.model_validate({"model": "m", "data": {"train": "x"}, "objective": "causal", "parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "words"),
+    [
+        ({"tensor": 3}, 8, ["parallel.tensor = 3", "8 ranks", "[1, 2, 4, 8]"]),
+        ({"tensor": 2, "context": 3}, 8, ["parallel.context = 3", "[1, 2, 4]"]),
+        ({"tensor": 2, "pipeline": 16}, 8, ["parallel.pipeline = 16", "[1, 2, 4]"]),
+        ({"pipeline": 2, "expert": 8}, 8, ["parallel.expert = 8", "4 ranks of a pipeline stage", "[1, 2, 4]"]),
+        ({"tensor": 2, "quantize_weights": True}, 8, ["ZeRO++", "tensor"]),
+        ({"pipeline": 2, "schedule": "zbv", "zero": 2}, 8, ["zbv", "parallel.zero: 0"]),
+    ],
+)
+def test_axes_that_do_not_fit_the_ranks(parallel: dict[str, Any], ranks: int, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        check_axes(the_run(**parallel), ranks)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "words"),
+    [
+        ("llama", {"tensor": 8}, ["parallel.tensor = 8", "4 attention heads", "[1, 2, 4]"]),
+        ("llama", {"context": 3, "context_kind": "ulysses"}, ["parallel.context = 3", "ring"]),
+        ("llama", {"pipeline": 4}, ["parallel.pipeline = 4", "2 blocks", "2 or less"]),
+        ("llama", {"expert": 2}, ["parallel.expert = 2", "dense", "leave it out"]),
+        ("mixtral", {"expert": 8}, ["parallel.expert = 8", "4 experts", "[1, 2, 4]"]),
+        ("t5", {"context": 2}, ["parallel.context = 2", "two sequences"]),
+    ],
+)
+def test_axes_that_do_not_fit_the_model(family: str, parallel: dict[str, Any], words: list[str]) -> None:
+    config = AutoConfig.for_model(**config_of(family))
+    with pytest.raises(UserError) as error:
+        check_model_axes(the_run(**parallel), config)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_fits_is_taken() -> None:
+    run = the_run(tensor=2, pipeline=2, context=2, expert=4)
+    check_axes(run, 16)
+    check_model_axes(run, AutoConfig.for_model(**config_of("mixtral")))
+    check_objective_axes(run)
+
+
+def test_settings_without_their_axis() -> None:
+    for parallel in ({"schedule": "gpipe"}, {"context_kind": "ulysses"}, {"pipeline": 2, "chunks": 2}):
+        with pytest.raises(Exception, match="pipeline|context|chunks"):
+            the_run(**parallel)
+
+
+def test_where_ranks_sit() -> None:
+    layout = layout_of(the_run(tensor=2, pipeline=2, context=2, zero=3).parallel, 16)
+    assert layout == Layout(1, 4, 2, 2, 2)
+    places = [layout.place(rank) for rank in range(16)]
+    assert len(set(places)) == 16 and layout.data == 2
+    # Neighbours share a tensor group, then a context group.
+    assert [(p.pipeline, p.data, p.context, p.tensor) for p in places[:5]] == [
+        (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 1, 1), (0, 1, 0, 0),
+    ]  # fmt: skip
+    drawn = picture(layout, per_node=8)
+    assert "stage 1 data 1" in drawn and drawn.splitlines()[1].split()[-2:] == ["node", "0"] and "15" in drawn
+    assert [line.split(":")[0] for line in axis_lines(layout)] == ["pipeline 2", "data 2", "context 2", "tensor 2"]
+
+
+def test_expert_groups_lie_in_a_stage() -> None:
+    assert Layout(1, 4, 2, 2, 2, 4).expert_mesh == (2, 1, 2, 4)
+    assert Layout(4, 1, expert=2).expert_mesh == (1, 2, 1, 2)  # stage 0: copies, nothing divided
+    assert Layout(2, 2, tensor=2, expert=8).expert_mesh == (1, 1, 1, 8)
