@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise.data.loader import IGNORE
@@ -209,8 +210,11 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     assert where == Shard(logits.ndim - 1), where
     mesh, rows = logits.device_mesh, local.shape[:-1]
     best, entry = local.max(-1) if local.shape[-1] else (local.new_full(rows, -torch.inf), local.new_zeros(rows).long())
-    everyone = best.new_empty((mesh.size(), *rows)), entry.new_empty((mesh.size(), *rows))
-    for mine, all_of in zip((best, entry + offset_of(logits)[-1]), everyone, strict=True):
-        dist.all_gather_into_tensor(all_of, mine.contiguous(), group=mesh.get_group())
-    values, entries = everyone
-    return entries.gather(0, values.argmax(0)[None])[0]
+    values, entries = (_everyones(mine, mesh) for mine in (best, entry + offset_of(logits)[-1]))
+    return entries.gather(0, values.argmax(0)[None])[0].view(rows)
+
+
+def _everyones(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    found = mine.new_empty(mesh.size() * mine.numel())
+    dist.all_gather_into_tensor(found, mine.flatten(), group=mesh.get_group())
+    return found.view(mesh.size(), -1)
