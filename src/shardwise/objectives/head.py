@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardwise.data.loader import IGNORE
 from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
 from shardwise.parallel.local import offset_of, to_local, to_whole
+from shardwise.zero.collectives import all_gather
 from shardwise.zero.stages import ShardedModel
 
 # Logits at a time. On a GPU pieces large enough for its matrix products; on a CPU few enough to be no matter.
@@ -216,5 +217,5 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 def _everyones(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     found = mine.new_empty(mesh.size() * mine.numel())
-    dist.all_gather_into_tensor(found, mine.flatten(), group=mesh.get_group())
+    all_gather(found, mine.flatten(), group=mesh.get_group())
     return found.view(mesh.size(), -1)

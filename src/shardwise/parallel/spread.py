@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.objectives.base import Loss, Objective
@@ -20,6 +21,7 @@ from shardwise.parallel.mesh import World
 if TYPE_CHECKING:
     from shardwise.parallel.context.install import Context
     from shardwise.parallel.expert import ExpertParallel
+    from shardwise.parallel.expert_loads import ExpertLoads
     from shardwise.parallel.pipeline.run import Pipeline
     from shardwise.parallel.pipeline.stage import Stages
     from shardwise.parallel.tensor import TensorParallel
@@ -38,6 +40,7 @@ class Spread:
     experts: ExpertParallel | None = None
     stages: Stages | None = None
     pipeline: Pipeline | None = None
+    loads: ExpertLoads | None = None
     tiny: Any = None  # a model of the same class that runs in one process, for questions about its structure
 
     def take(self, sharded: ShardedModel) -> None:
@@ -60,6 +63,24 @@ class Spread:
         """This rank's part of a micro-batch, on its device."""
         batch = batch.to(self.world.device)
         return batch if self.context is None else self.context.split(batch)
+
+    def annotate(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Adds to the last record how many tokens each expert got since the one before; collective."""
+        if self.loads is None or not records:
+            return records
+        counts = self.loads.read()
+        self.loads.reset()
+        # Ranks along `tensor` have counted the same tokens, other stages other layers.
+        mine = dict(zip(self.loads.layers, counts.tolist(), strict=True)) if self.world.place.tensor == 0 else {}
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, mine, group=self.world.control)
+        total = {
+            layer: [sum(each) for each in zip(*(one[layer] for one in everyone if layer in one), strict=True)]
+            for layer in self.loads.layers
+        }
+        if (balance := self.loads.balance(torch.tensor(list(total.values())))) is not None:
+            records[-1]["experts"] = {"worst": balance.worst, "mean": balance.mean, "tokens": total}
+        return records
 
     @property
     def together(self) -> int:

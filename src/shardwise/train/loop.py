@@ -96,7 +96,7 @@ def fit(parts: Parts) -> Outcome:
             saving = last or bool(stop) or save_due or _due(save_every, step + 1)
             # Read before anything is saved: the checkpoint of a run that has come to nothing would be of no use.
             if evaluating or saving or position.step % run.log.every == 0:
-                records = parts.timer.annotate(parts.meter.flush())
+                records = parts.spread.annotate(parts.timer.annotate(parts.meter.flush()))
                 report.trained(records)
                 if trouble := not_finite(records, parts.scaler.is_enabled()) or parts.scaler.trouble():
                     parts.store.wait()  # a checkpoint under way is of a step before

@@ -31,6 +31,7 @@ from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
+from shardwise.parallel.expert import count_loads
 from shardwise.parallel.mesh import World
 from shardwise.parallel.spread import Spread
 from shardwise.parallel.trial import tiny_case
@@ -87,6 +88,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedMode
 
         compute = None if run.precision == "fp32" else COMPUTE[run.precision]
         spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world, compute)
+    spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model)
     if run.recompute == "full":
         for _, block in blocks:
             recompute(block)
