@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,3 +123,59 @@ def _full(x: Any) -> torch.Tensor:
 
 def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+
+
+def adapted(case: Any, method: str) -> Any:
+    """A model with an adapter that has something to say already; the same on every rank."""
+    from shardwise.adapters.layers import attach_ia3, attach_lora, features, is_linear
+    from shardwise.adapters.quantized import quantize_linears
+
+    model = case.model()
+    names = [n for n, m in model.named_modules() if is_linear(m) and m is not model.get_output_embeddings()]
+    shapes = {name: features(model.get_submodule(name)) for name in names}
+    if method.startswith("q"):
+        quantize_linears(model, lambda *_: True, "int8" if "8" in method else "nf4", double=False)
+    model.requires_grad_(False)
+    for number, name in enumerate(names):
+        module = model.get_submodule(name)
+        if method == "ia3":
+            attach_ia3(module, shapes[name], feedforward=number % 2 == 1)
+        else:
+            attach_lora(module, shapes[name], 4, 0.5, dora="dora" in method)
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.1 + (parameter.ndim == 1))
+    return model.to(case.dtype)
+
+
+def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, float, str, int]]:
+    """How far adapted models on a tensor axis are from one process, and how many of their layers are whole."""
+    from shardwise.objectives.head import token_losses
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.parallel.trial import Answer, gradients_of, judge, units_of
+
+    found = {}
+    wide = {"n_embd": 128, "n_inner": 256} if kind == "gpt2" else {"hidden_size": 128, "intermediate_size": 256}
+    for method in methods:
+        case = replace(case_of(kind, **wide | ({} if kind == "gpt2" else {"head_dim": 32})), dtype=torch.float32)
+        labels = case.labels()
+        answers = []
+        for divided in (False, True):
+            model = adapted(case, method)
+            if divided:
+                tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+                with tensor.active():
+                    logits = model(**tensor.inputs(case.inputs()), use_cache=False).logits
+                    loss = token_losses(logits.flatten(0, 1), labels.flatten()).sum() / units_of(labels)
+                    loss.backward()
+            else:
+                logits = model(**case.inputs(), use_cache=False).logits
+                loss = token_losses(logits.flatten(0, 1), labels.flatten()).sum() / units_of(labels)
+                loss.backward()
+            answers.append(Answer(loss.item(), gradients_of(model)))
+        verdict = judge(answers[1], answers[0])
+        found[method] = (verdict.loss, verdict.gradient, verdict.module, len(tensor.whole))
+    return found

@@ -58,11 +58,17 @@ def _magnitudes(sharded: ShardedModel) -> dict[str, torch.Tensor]:
         unit.unshard()
         for name, layer in layers.items():
             base = [p for n, p in layer.named_parameters(recurse=False) if n not in NAMES]
-            if f"{name}.lora_magnitude" not in found and not any(isinstance(p, DTensor) for p in base):
-                found[f"{name}.lora_magnitude"] = row_norms(dense_weight(layer)).cpu()
+            if f"{name}.lora_magnitude" not in found and all(_is_here(p, layer) for p in base):
+                norms = row_norms(dense_weight(layer))
+                found[f"{name}.lora_magnitude"] = (norms.full_tensor() if isinstance(norms, DTensor) else norms).cpu()
         unit.reshard()
     sharded.updated()
     return found
+
+
+def _is_here(parameter: torch.Tensor, layer: LoraLayer) -> bool:
+    """Whether FSDP has gathered it, but for what tensor parallelism cuts."""
+    return not isinstance(parameter, DTensor) or parameter.device_mesh == layer.tensor_mesh
 
 
 def _has_magnitude(layer: Any) -> bool:

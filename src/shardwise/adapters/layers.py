@@ -14,8 +14,10 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.adapters.lora_linear import FLOATS, lora_linear
 from shardwise.errors import UserError
@@ -32,6 +34,7 @@ class AdapterLayer(nn.Module):
     """What all adapted layers share; `adapter_off` leaves the base alone."""
 
     adapter_off = False
+    tensor_mesh: DeviceMesh | None = None  # over which tensor parallelism has cut it
 
 
 class LoraLayer(AdapterLayer):
@@ -42,6 +45,7 @@ class LoraLayer(AdapterLayer):
     lora_magnitude: nn.Parameter | None  # out
     lora_scale: float
     lora_dropout: float
+    lora_group: dist.ProcessGroup | None = None  # ranks that have the other columns of the weight, where it is so cut
     lora_form: tuple[bool, int, str, bool] | None  # how the weight is kept, if that is all there is to the base
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -82,7 +86,10 @@ class LoraLayer(AdapterLayer):
         square = row_norms(weight).square()
         cross = (F.linear(weight, a).float() * b).sum(1)
         own = (b @ (a.float() @ a.float().t()) * b).sum(1)
-        return (square + 2 * scale * cross + scale**2 * own).clamp_(min=torch.finfo(torch.float32).tiny).sqrt_()
+        total = square + 2 * scale * cross + scale**2 * own
+        if self.lora_group is not None:
+            dist.all_reduce(total, group=self.lora_group)
+        return total.clamp_(min=torch.finfo(torch.float32).tiny).sqrt_()
 
 
 class Ia3Layer(AdapterLayer):

@@ -12,10 +12,19 @@ from shardwise.kernels.nf4 import RowFormat, dequantize, quantize
 
 @dataclass(frozen=True)
 class Packing:
-    """How one parameter is kept: the shape that files have, and the bytes of each row."""
+    """How one parameter is kept: the shape that files have, and the bytes of each row.
+
+    Of rows that are cut (tensor parallelism) it is this rank's part: `form.columns` of them, from `start` on.
+    """
 
     shape: torch.Size
     form: RowFormat
+    start: int = 0
+
+    @property
+    def columns(self) -> slice:
+        """What is kept of the rows of the files."""
+        return slice(self.start, self.start + self.form.columns)
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of floats → rows of the parameter."""

@@ -69,7 +69,7 @@ def quantize_linears(
 
 def dequantized(module: nn.Module, dtype: torch.dtype = torch.float32, name: str = "weight") -> torch.Tensor:
     """The weight that a quantised layer multiplies with, in its stored orientation; of a shard, the shard's."""
-    weight, packing = module.get_parameter(name).detach(), cast(Quantized, module).packings[name]
+    weight, packing = getattr(module, name).detach(), cast(Quantized, module).packings[name]
     if not isinstance(weight, DTensor):
         return packing.unpack(weight, dtype)
     local = packing.unpack(weight.to_local(), dtype)

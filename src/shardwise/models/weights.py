@@ -30,6 +30,10 @@ class Packing(Protocol):
     def shape(self) -> torch.Size:
         """As the files have it."""
 
+    @property
+    def columns(self) -> slice:
+        """What is kept of each row."""
+
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of floats → rows of the parameter."""
 
@@ -161,6 +165,8 @@ def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, pac
         return
     inner, width = (packing.shape[1:], 4) if packing else (local.shape[1:], local.element_size())
     rest = tuple(slice(o, o + s) for o, s in zip(offset[1:], inner, strict=True))
+    if packing is not None:  # columns of floats, not of bytes
+        rest = (*rest[:-1], packing.columns)
     rows = max(1, PIECE // max(1, torch.Size(inner).numel() * width))
     for start in range(0, local.shape[0], rows):
         stop = min(start + rows, local.shape[0])

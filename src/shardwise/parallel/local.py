@@ -99,4 +99,4 @@ def local_parameters(
         yield
     finally:
         for own, name in changed:
-            del own[name]
+            own.pop(name, None)

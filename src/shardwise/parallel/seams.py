@@ -7,7 +7,7 @@ as it would be without tensor parallelism, with fewer heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise.parallel.local import local_parameters, offset_of, to_local, to_whole, wrap
+from shardwise.parallel.streams import own_stream
 
 PER_HEAD = {"s_aux": 0, "position_bias": 1}  # arguments of attention functions, and where heads are in them
 
@@ -59,7 +60,8 @@ def _attend(
     kwargs = {n: _heads_of(x, mesh, heads, PER_HEAD.get(n)) for n, x in kwargs.items()}
     if groups != getattr(module, "num_key_value_groups", 1):
         module = _Grouped(module, groups)
-    out, _ = plain(module, q, k, v, mask, **kwargs)
+    with _stream(mesh, heads, kwargs.get("dropout", 0.0)):
+        out, _ = plain(module, q, k, v, mask, **kwargs)
     return _wrap(out, mesh, heads, 2), None
 
 
@@ -74,7 +76,8 @@ def _attend_own(
     q, k, v, groups = _local(query, key, value, mesh)
     if groups > 1 and not kwargs.get("enable_gqa"):
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    out = plain(q, k, v, _heads_of(attn_mask, mesh, heads, 1), *args, **kwargs)
+    with _stream(mesh, heads, args[0] if args else kwargs.get("dropout_p", 0.0)):
+        out = plain(q, k, v, _heads_of(attn_mask, mesh, heads, 1), *args, **kwargs)
     return _wrap(out, mesh, heads, 1)
 
 
@@ -98,6 +101,10 @@ def _local(query: DTensor, key: Any, value: Any, mesh: DeviceMesh) -> tuple[Any,
     index = torch.tensor(picked, device=q.device)
     k, v = (to_local(x.redistribute(placements=[Replicate()]), Partial())[:, index] for x in (key, value))
     return q, k, v, len(mine) // len(picked)
+
+
+def _stream(mesh: DeviceMesh, heads: int, dropout: float) -> AbstractContextManager[None]:
+    return own_stream(mesh) if dropout and heads % mesh.size() == 0 else nullcontext()
 
 
 def _my_heads(heads: int, mesh: DeviceMesh) -> range:

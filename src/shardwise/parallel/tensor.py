@@ -14,7 +14,7 @@ every rank there but multiplied with a part has a gradient that is a part of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
-from shardwise.adapters.layers import features, is_linear, is_transposed
+from shardwise.adapters.layers import AdapterLayer, LoraLayer, is_linear, is_transposed
 from shardwise.models.build import find_blocks
 from shardwise.parallel.local import local_parameters, to_local, to_whole, wrap
+from shardwise.parallel.packed import can_slice, is_packed, slice_packed, whole_features
 from shardwise.parallel.roles import Role, Roles, pattern_of
 from shardwise.parallel.seams import local_experts, local_heads
+from shardwise.parallel.streams import local_dropout, own_stream
 from shardwise.parallel.trial import Refused
 
 Forward = Callable[..., Any]
@@ -53,7 +55,7 @@ class TensorParallel:
         before = dispatcher._allow_implicit_replication
         dispatcher._allow_implicit_replication = True
         try:
-            with local_heads(self.mesh):
+            with local_heads(self.mesh), local_dropout(self.mesh):
                 yield
         finally:
             dispatcher._allow_implicit_replication = before
@@ -71,7 +73,10 @@ def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bo
     elsewhere = [name for name, module in named.items() if _is_divided(module)]  # the expert axis has been here
     plain = [n for n in named if pattern_of(n) in roles.plain and not any(_within(e, [n]) for e in elsewhere)]
     free = {n: m for n, m in named.items() if n not in elsewhere and not _within(n, plain)}
-    cuts = {name: _cut(module, parts.get(pattern_of(name)), mesh) for name, module in free.items()}
+    cuts = {name: _cut(tensor, name, module, parts.get(pattern_of(name))) for name, module in free.items()}
+    for name, module in free.items():
+        if is_packed(module):
+            slice_packed(module, cuts[name], mesh)
     _divide_parameters(named, cuts, mesh)
     for name in plain:
         tensor.whole[name] = roles.plain[pattern_of(name)]
@@ -110,15 +115,22 @@ def _owns_matrices(module: nn.Module, cuts: Mapping[str, str], name: str) -> boo
     return any(cut != "row" and _has_matrix(child) for cut, child in children)
 
 
-def _cut(module: nn.Module, part: Role | None, mesh: DeviceMesh) -> str:
+def _cut(tensor: TensorParallel, name: str, module: nn.Module, part: Role | None) -> str:
+    mesh = tensor.mesh
     if part is None:
         return "whole"
+    if is_packed(module) and not can_slice(module, part.cut, mesh):
+        tensor.whole[name] = "its packed columns cannot be cut between blocks of a scale"
+        return "plain"
     if part.cut == "vocabulary":
         return "column" if is_linear(module) else "vocabulary"
     if part.cut == "experts":
         stacks = [p.shape[0] for p in module.parameters(recurse=False)]
-        return "experts" if min(stacks) == max(stacks) >= mesh.size() else "plain"
-    return part.cut
+        if min(stacks) == max(stacks) >= mesh.size():
+            return "experts"
+        tensor.whole[name] = "fewer experts than ranks"
+        return "plain"
+    return "plain" if is_packed(module) and part.cut == "whole" else part.cut
 
 
 def _reason(module: nn.Module, part: Role | None) -> str:
@@ -169,16 +181,19 @@ def _exchange(module: Any, forward: Forward, tensor: TensorParallel, *args: Any)
 
 
 def _hook(tensor: TensorParallel, module: Any, cut: str) -> None:
+    if isinstance(module, AdapterLayer):
+        module.tensor_mesh = tensor.mesh
     if cut == "column":
         if is_transposed(module):
             module.nf = module.weight.to_local().shape[1]  # Conv1D gives its output this width by name
-        _exchange(module, _column, tensor, features(module)[1])
+        _exchange(module, _column, tensor, whole_features(module)[1])
     elif cut == "row":
         _exchange(module, _row, tensor)
+        if isinstance(module, LoraLayer):
+            module.lora_group = tensor.mesh.get_group()
     elif cut == "experts":
         module.forward = partial(local_experts, tensor.mesh, module, module.forward)
     elif cut == "plain":
-        tensor.whole[type(module).__name__] = "fewer experts than ranks"
         _exchange(module, _plain, tensor)
     elif cut == "vocabulary":
         module.register_forward_hook(partial(_scatter_output, tensor))
@@ -218,8 +233,10 @@ def _column(tensor: TensorParallel, module: nn.Module, forward: Forward, width: 
 
 def _row(tensor: TensorParallel, module: nn.Module, forward: Forward, x: torch.Tensor) -> DTensor:
     where = Shard(x.ndim - 1)
-    with local_parameters(module, Partial(), once=("bias",)):
-        y = forward(to_local(to_whole(x, tensor.mesh).redistribute(placements=[where]), where))
+    local = to_local(to_whole(x, tensor.mesh).redistribute(placements=[where]), where)
+    drops = module.training and getattr(module, "lora_dropout", 0)
+    with local_parameters(module, Partial(), once=("bias",)), own_stream(tensor.mesh) if drops else nullcontext():
+        y = forward(local)
     whole = wrap(y, tensor.mesh, Partial(), y.shape)
     return whole.redistribute(placements=[tensor.between(whole)])
 
