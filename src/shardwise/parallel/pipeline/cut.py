@@ -29,7 +29,8 @@ class Arguments:
         self._positional = len(args)
         self._specs: dict[int | str, Any] = {}
         self.leaves: dict[Place, Any] = {}
-        for name, value in (*enumerate(args), *kwargs.items()):
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, value in named:
             leaves, self._specs[name] = tree_flatten(value)
             self.leaves |= {(name, i): leaf for i, leaf in enumerate(leaves)}
 

@@ -29,8 +29,7 @@ ROWS, WIDTH = 2, 12
 
 def probe(case: Case) -> Facts:
     """What is true of how models of a class can be cut; takes about a second."""
-    case = _deep(case)
-    model = case.model()
+    model, case = _deep(case)
     facts = _watch(model, case)
     facts = _find_lives(copy.deepcopy(model), facts, case)
     wanted = _whole(copy.deepcopy(model), case)
@@ -38,13 +37,17 @@ def probe(case: Case) -> Facts:
     return replace(facts, faults=("", *faults))
 
 
-def _deep(case: Case) -> Case:
-    """The case with stacks in which there is a middle."""
+def _deep(case: Case) -> tuple[Any, Case]:
+    """The model, if possible with stacks in which there is a middle."""
     config = copy.deepcopy(case.config)
     for name in ("encoder_layers", "num_encoder_layers"):
         if getattr(config, name, None) == 2:
             setattr(config, name, 3)
-    return replace(case, config=config)
+    deep = replace(case, config=config)
+    try:
+        return deep.model(), deep
+    except ValueError:  # some configs have lists as long as their stacks
+        return case.model(), case
 
 
 def _loss(model: Any, case: Case) -> torch.Tensor:
@@ -107,11 +110,16 @@ def _call(name: str, arguments: Arguments, output: Any) -> Call:
 
 
 def _find_lives(model: nn.Module, facts: Facts, case: Case) -> Facts:
-    """Each block as a chunk of its own: the gradients of what it makes show what it was made from."""
+    """Each block as a chunk of its own: the gradients of what it makes show what it was made from.
+
+    Of parameters that have no gradient (tables of positions) this shows nothing: they are needed everywhere.
+    """
     count = len(facts.calls)
     cut = Cut(facts.calls, tuple((i, i + 1) for i in range(count)), facts.outside)
     stages = Stages(model, cut, 0, 1, Schedule("interleaved", count))
-    named = dict(model.named_parameters(remove_duplicate=False))
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    named = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
+    fixed = frozenset(everything.keys() - named.keys()) & facts.outside
     calls, wire = [], None
     for chunk, call in enumerate(facts.calls):
         passed = stages.forward(chunk, wire, lambda: _loss(model, case))
@@ -119,7 +127,7 @@ def _find_lives(model: nn.Module, facts: Facts, case: Case) -> Facts:
         made = [passed.result] if wire is None else wire.differentiable
         gradients = torch.autograd.grad([x.sum() for x in made], list(named.values()), allow_unused=True)
         lives = {n for n, g in zip(named, gradients, strict=True) if g is not None and n in facts.outside}
-        calls.append(replace(call, lives=frozenset(lives)))
+        calls.append(replace(call, lives=fixed | lives))
     return replace(facts, calls=tuple(calls))
 
 

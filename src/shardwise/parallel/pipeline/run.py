@@ -238,4 +238,4 @@ class _Clock:
         return [Span(self._rank, action, self._since(begin), self._since(end)) for action, begin, end in self._marks]
 
     def _since(self, moment: Any) -> float:
-        return self._start.elapsed_time(moment) / 1000 if self._cuda else moment - self._start
+        return float(self._start.elapsed_time(moment) / 1000 if self._cuda else moment - self._start)

@@ -1,12 +1,19 @@
-"""A backward in two parts, so that the weights' can wait until there is nothing else to do (zero-bubble schedules)."""
+"""A backward in two parts, so that the weights' can wait until there is nothing else to do (zero-bubble schedules).
+
+torch's functions find the weights' gradients from the nodes of the graph where the ways from a weight and from an input
+meet. What is made from weights alone (T5's position bias, an embedding that is looked up between encoder and decoder)
+meets no input, and they leave it out in silence: here its backward is a plain one, done with the weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parallel.trial import Refused
@@ -15,6 +22,15 @@ try:
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 except ImportError:  # a private module of torch
     stage_backward_input = None  # type: ignore[assignment]
+
+
+@dataclass
+class Kept:
+    """What is left to do for the weights: torch's own notes, and whole backwards."""
+
+    groups: list[Any]
+    outputs: list[torch.Tensor]
+    gradients: list[torch.Tensor] | None
 
 
 def check_split(model: nn.Module) -> None:
@@ -31,17 +47,37 @@ def backward_of_inputs(
     gradients: Sequence[torch.Tensor] | None,
     inputs: Sequence[torch.Tensor],
     weights: Sequence[nn.Parameter],
-) -> Any:
+) -> Kept:
     """Gradients of the inputs alone; what is returned is for `backward_of_weights`."""
-    if not inputs:  # of the first chunk nobody wants them
-        return (list(outputs), gradients)
-    given = None if gradients is None else list(gradients)
-    return stage_backward_input(list(outputs), given, list(inputs), iter(weights))[1]
-
-
-def backward_of_weights(weights: Sequence[nn.Parameter], kept: Any) -> None:
-    """Gradients of the weights, added to those that are there."""
-    if isinstance(kept, tuple):
-        torch.autograd.backward(*kept)
+    leaves = {get_gradient_edge(one).node for one in inputs if one.requires_grad}
+    meets = [_reaches(output, leaves) for output in outputs]
+    split = [output for output, met in zip(outputs, meets, strict=True) if met]
+    whole = [output for output, met in zip(outputs, meets, strict=True) if not met]
+    if gradients is None:
+        split_gradients = whole_gradients = None
     else:
-        stage_backward_weight(iter(weights), kept)
+        split_gradients = [gradient for gradient, met in zip(gradients, meets, strict=True) if met]
+        whole_gradients = [gradient for gradient, met in zip(gradients, meets, strict=True) if not met]
+    groups = stage_backward_input(split, split_gradients, list(inputs), iter(weights))[1] if split else []
+    return Kept(groups, whole, whole_gradients)
+
+
+def backward_of_weights(weights: Sequence[nn.Parameter], kept: Kept) -> None:
+    """Gradients of the weights, added to those that are there."""
+    # What several weights' ways have in common is needed for each; all of it goes when nothing refers to it.
+    stage_backward_weight(iter(weights), kept.groups, retain_graph=True)
+    if kept.outputs and kept.outputs[0].requires_grad:
+        torch.autograd.backward(kept.outputs, kept.gradients)
+
+
+def _reaches(output: torch.Tensor, leaves: set[Any]) -> bool:
+    """Whether a tensor was made from one of the leaves."""
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node in leaves:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return False

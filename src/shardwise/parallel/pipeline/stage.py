@@ -95,8 +95,10 @@ class Boundary:
 
 # So that FSDP finds the tensors, before whose gradients it must gather the parameters again.
 register_pytree_node(
-    Boundary, lambda b: (list(b.wire.tensors), b.wire.ports), lambda tensors, ports: Boundary(Wire(ports, tuple(tensors)))
-)  # fmt: skip
+    Boundary,
+    lambda boundary: (list(boundary.wire.tensors), boundary.wire.ports),
+    lambda tensors, ports: Boundary(Wire(ports, tuple(tensors))),
+)
 
 
 class _Reached(Exception):
@@ -196,12 +198,10 @@ class Stages:
         gone = {id(p) for name, p in self.model.named_parameters() if name not in kept}
         for block in strange:
             for module in block.modules():
-                for entries in (module._parameters, module._buffers):
-                    for name, tensor in entries.items():
-                        if id(tensor) in gone or entries is module._buffers:
-                            entries[name] = None
+                module._parameters.update({name: None for name, p in module._parameters.items() if id(p) in gone})
+                module._buffers.update(dict.fromkeys(module._buffers))
         for module in list(self.model.modules()):
-            if holes := {name: p for name, p in module._parameters.items() if id(p) in gone and p is not None}:
+            if holes := {name: p for name, p in module._parameters.items() if p is not None and id(p) in gone}:
                 for name in holes:
                     del module._parameters[name]
                 hollow = {name: self._hole(p.shape, p.dtype) for name, p in holes.items()}
@@ -356,8 +356,8 @@ def _find_owners(model: nn.Module, cut: Cut, chunk_owners: Sequence[int]) -> dic
     for names in aliases.values():
         ranks: set[int] = set()
         for name in names:
-            if (block := next((one for one in _above(name) if one in holders), None)) is not None:
-                ranks |= holders[block]
+            if (inside := next((one for one in _above(name) if one in holders), None)) is not None:
+                ranks |= holders[inside]
             else:
                 ranks |= {owner for chunk, owner in enumerate(chunk_owners) if cut.needs(chunk, name)}
         found[names[0]] = tuple(sorted(ranks)) or (chunk_owners[-1],)

@@ -1,0 +1,141 @@
+"""Pipelines against one process: schedules on paper and on ranks, with sharding, recomputation and packed documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import pipelines
+from support.ranks import run_ranks
+
+from shardwise.parallel.pipeline.cut import balance, cut_model
+from shardwise.parallel.pipeline.probe import probe
+from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
+from shardwise.parallel.trial import Case, Refused
+from shardwise.parallel.zoo import tiny_case
+
+STYLES: list[tuple[Any, int]] = [
+    ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2),
+]  # fmt: skip
+
+
+def seconds(chunks: int) -> Any:
+    return lambda action: {"forward": 1, "backward": 2, "input": 1, "weight": 1}[action.kind] / chunks
+
+
+@pytest.mark.parametrize(("style", "chunks"), STYLES)
+def test_every_order_is_complete_and_never_waits_for_ever(style: Any, chunks: int) -> None:
+    for ranks in (1, 2, 3, 4, 8):
+        for micros in (1, 2, 3, 5, 8, 16):
+            check_orders(Schedule(style, chunks), ranks, micros)
+
+
+def test_the_check_finds_what_is_missing_and_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = Action("forward", 0, 0), Action("backward", 0, 0)
+    monkeypatch.setattr(Schedule, "orders", lambda *_: ((forward,),))
+    with pytest.raises(ValueError, match="each of its actions once"):
+        check_orders(Schedule("1f1b"), 1, 1)
+    monkeypatch.setattr(Schedule, "orders", lambda *_: ((backward, forward),))
+    with pytest.raises(ValueError, match="waits for ever"):
+        check_orders(Schedule("1f1b"), 1, 1)
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(2, 4), (4, 8), (4, 32), (8, 16)])
+def test_bubbles_are_as_known(ranks: int, micros: int) -> None:
+    def share(style: Any, chunks: int = 1) -> float:
+        return bubble(simulate(Schedule(style, chunks), ranks, micros, seconds(chunks)), ranks)
+
+    plain = (ranks - 1) / (micros + ranks - 1)
+    assert share("gpipe") == share("1f1b") == pytest.approx(plain)
+    for chunks in (2, 3):
+        assert share("interleaved", chunks) == pytest.approx((ranks - 1) / (chunks * micros + ranks - 1))
+    assert share("naive") == pytest.approx(1 - 1 / ranks)
+    assert share("zbv", 2) < share("interleaved", 2)
+
+
+def test_a_picture_shows_who_waits() -> None:
+    spans = simulate(Schedule("gpipe"), 2, 1, lambda _: 1.0)
+    assert picture(spans, 2, 8) == "  0 F0....B0\n  1 ..F0B0.."
+
+
+def test_parts_are_as_even_as_may_be() -> None:
+    assert balance([1, 1, 1, 1], 2) == ((0, 2), (2, 4))
+    assert balance([5, 1, 1, 1], 2) == ((0, 1), (1, 4))
+    assert balance([1, 1, 1, 1], 2, [True, True, False, True]) == ((0, 1), (1, 4))
+    assert balance([1, 1], 2, [True, False]) is None
+    assert balance([3, 1, 1, 1, 3], 3) == ((0, 1), (1, 4), (4, 5))
+
+
+def test_a_deep_model_is_cut_by_what_a_tiny_one_shows() -> None:
+    """The embedding with the first blocks, the head with the last, whatever lies between has neither."""
+    tiny = tiny_case("t5", "seq2seq")
+    facts = probe(tiny)
+    config = type(tiny.config)(**{**tiny.config.to_dict(), "num_layers": 9, "num_decoder_layers": 7})
+    cut = cut_model(Case(config, "seq2seq").model(), facts, 8)
+    assert [call.block for call in cut.calls] == [
+        *(f"encoder.block.{i}" for i in range(9)), *(f"decoder.block.{i}" for i in range(7)),
+    ]  # fmt: skip
+    assert [chunk for chunk in range(8) if cut.needs(chunk, "decoder.final_layer_norm.weight")] == [7]
+    middle = next(chunk for chunk in range(8) if cut.ranges[chunk][0] <= 8 < cut.ranges[chunk][1])
+    assert [chunk for chunk in range(8) if cut.needs(chunk, "encoder.final_layer_norm.weight")] == [middle]
+    assert [chunk for chunk in range(8) if cut.needs(chunk, "shared.weight")] == [0, middle, 7]
+    with pytest.raises(Refused, match="16 blocks cannot be divided among 17"):
+        cut_model(Case(config, "seq2seq").model(), facts, 17)
+
+
+def right(found: dict[Any, Any]) -> bool:
+    return all(verdict.right and verdict.gradient < 1e-9 for verdict in found.values())
+
+
+def test_every_schedule_computes_what_one_process_does() -> None:
+    for found in run_ranks(pipelines.by_schedules, 2, [("llama", "causal"), ("gpt2", "causal")], STYLES[:-2], 4):
+        assert right(found), found
+
+
+def test_zero_bubble_and_a_model_with_two_stacks() -> None:
+    for found in run_ranks(pipelines.by_schedules, 2, [("t5", "seq2seq")], [("1f1b", 1), ("zbv", 2)], 4):
+        assert right(found), found
+
+
+@pytest.mark.slow
+def test_every_schedule_on_four_ranks() -> None:
+    kinds = [("t5", "seq2seq")]
+    for found in run_ranks(pipelines.by_schedules, 4, kinds, [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)], 4):
+        assert right(found), found
+    for found in run_ranks(pipelines.by_schedules, 4, [("gpt2", "causal")], [("1f1b", 1), ("gpipe", 1)], 3):
+        assert right(found), found
+
+
+def test_stages_are_sharded_and_recompute() -> None:
+    cases = [("1f1b", 1, 1, False), ("1f1b", 1, 3, True)]
+    for found in run_ranks(pipelines.with_shards, 4, "gpt2", cases):
+        assert right(found), found
+
+
+@pytest.mark.slow
+def test_every_zero_stage_with_every_schedule() -> None:
+    styles = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+    cases = [(*style, zero, again) for style in styles for zero in range(4) for again in (False, True)]
+    for found in run_ranks(pipelines.with_shards, 4, "gpt2", cases):
+        assert right(found), found
+
+
+def test_packed_documents_of_different_widths() -> None:
+    for verdict, boundaries in run_ranks(pipelines.packed, 2):
+        assert verdict.right and verdict.gradient < 1e-9, verdict
+        assert boundaries == 2  # two of the three micro-batches have one shape: described once
+
+
+def test_evaluation_logits_timeline_and_names() -> None:
+    first, last = run_ranks(pipelines.other_uses, 2)
+    for one in (first, last):
+        assert one["verdict"].right
+        assert one["apart"] < 1e-9
+        assert 0.3 < one["bubble"] < 0.7  # one micro-batch on two stages: half of the time is idle
+        assert "F0" in one["picture"]
+        assert "lies on another rank" in one["error"]
+    assert first["evaluated"] == 0 and last["evaluated"] == pytest.approx(last["loss"])
+    assert sorted({*first["names"], *last["names"]}) == first["whole"]
+    assert {*first["names"]} & {*last["names"]} == {"transformer.wte.weight"}
+    assert "transformer.wpe.weight" not in last["names"] and "transformer.ln_f.weight" not in first["names"]
+    assert first["owners"] == last["owners"] and first["owners"]["transformer.wte.weight"] == (0, 1)

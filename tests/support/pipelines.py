@@ -1,0 +1,127 @@
+"""What the ranks of a pipeline do in tests/parallel/test_pipeline.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._composable import checkpoint as recompute
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.models.attention import install
+from shardwise.models.documents import Documents
+from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, picture, probe
+from shardwise.parallel.pipeline_trial import compute, gathered, micro_batches_of, try_pipeline
+from shardwise.parallel.trial import Answer, Case, Verdict, alone, gradients_of, judge, mean_loss, units_of
+from shardwise.parallel.zoo import tiny_case
+from shardwise.zero.stages import ShardedModel, shard_model
+
+CPU = torch.device("cpu")
+
+
+def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]], micros: int) -> dict[Any, Verdict]:
+    """Every model by every schedule, against one process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipeline",))
+    found = {}
+    for kind, task in kinds:
+        case = tiny_case(kind, task)
+        wanted = alone(case)
+        for style, chunks in schedules:
+            answer = try_pipeline(case, mesh, Schedule(style, chunks), micros)  # type: ignore[arg-type]
+            found[kind, style, chunks] = judge(answer, wanted)
+    return found
+
+
+def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any, Verdict]:
+    """Two stages, each sharded over the other ranks: (style, chunks, ZeRO stage, recomputation)."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 1, ranks // 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+    case = tiny_case(kind, "causal")
+    wanted, facts = alone(case), probe(case)
+    place, width = mesh.get_local_rank("shard"), ranks // 2
+    found = {}
+    for style, chunks, zero, again in cases:
+        schedule = Schedule(style, chunks)  # type: ignore[arg-type]
+        model = case.model()
+        stages = Stages(model, cut_model(model, facts, 2 * chunks), mesh.get_local_rank("pipeline"), 2, schedule)
+        if again:
+            for _, block in stages.blocks:
+                recompute(block)
+        data_mesh = mesh["replicate", "shard"] if zero else mesh["shard", "replicate"]
+        shard_model(model, stages.blocks, data_mesh, zero, "fp32")
+        sharded = ShardedModel(model, zero, data_mesh)
+        pipeline = Pipeline(stages, mesh.get_group("pipeline"), schedule, CPU)
+        mine = micro_batches_of(case, 4)[place::width]
+        for _ in range(2):  # what is left over from a step would show in the next
+            model.zero_grad()
+            results = pipeline.step(
+                mine, compute, lambda loss: loss * width, lambda _, last: sharded.prepare_micro_batch(last)
+            )
+            stages.sum_shared_gradients()
+        answer = gathered(stages, results, mesh.get_group("pipeline"))
+        losses = [None] * width
+        dist.all_gather_object(losses, answer.loss, group=mesh.get_group("shard"))
+        found[style, zero, again] = judge(Answer(sum(losses), answer.gradients), wanted)
+    return found
+
+
+def packed() -> tuple[Verdict, int]:
+    """Documents of different lengths in rows of different widths, with the mask that is no tensor; a step of fewer
+    micro-batches than stages after it."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    case = tiny_case("llama", "causal")
+    micros = [_packed(case, lengths) for lengths in ([[5, 3], [8]], [[4, 4, 4], [12]], [[2, 6], [7]])]
+    units = sum(units_of(micro["labels"]) for micro in micros)
+    whole = case.model()
+    install(whole)
+    total = sum(_packed_loss(whole, micro) / units for micro in micros)
+    total.backward()
+    schedule, model = Schedule("1f1b"), case.model()
+    stages = Stages(model, cut_model(model, probe(case), ranks), dist.get_rank(), ranks, schedule)
+    pipeline = Pipeline(stages, group, schedule, CPU)
+    results = pipeline.step(micros, _packed_loss, lambda loss: loss / units)
+    answer = gathered(stages, [r / units for r in results], group)
+    return judge(answer, Answer(total.item(), gradients_of(whole))), len(pipeline._known)
+
+
+def _packed(case: Case, lengths: list[list[int]]) -> dict[str, Any]:
+    documents = Documents.of_lengths(lengths)
+    rows, width = documents.rows, documents.width
+    return case.inputs(rows, width) | {
+        "labels": case.labels(rows, width), "attention_mask": documents.mask(), "position_ids": documents.positions,
+    }  # fmt: skip
+
+
+def _packed_loss(model: Any, micro: dict[str, Any]) -> torch.Tensor:
+    inputs = {name: value for name, value in micro.items() if name != "labels"}
+    return mean_loss(model(**inputs, use_cache=False).logits, micro["labels"], 1)
+
+
+def other_uses() -> dict[str, Any]:
+    """Fewer micro-batches than stages, evaluation, logits, the timeline, and what must not work."""
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    case, schedule = tiny_case("gpt2", "causal"), Schedule("1f1b")
+    model, whole = case.model(), case.model()
+    stages = Stages(model, cut_model(model, probe(case), ranks), rank, ranks, schedule)
+    pipeline = Pipeline(stages, group, schedule, CPU)
+    pipeline.record = True
+    micros = micro_batches_of(case, 1)
+    results = pipeline.step(micros, compute, lambda loss: loss)
+    stages.sum_shared_gradients()
+    verdict = judge(gathered(stages, results, group), alone(case))
+    spans = pipeline.all_spans()
+    evaluated = pipeline.evaluate(micro_batches_of(case, 4), compute)
+    with torch.no_grad():
+        apart = (pipeline.logits(**case.inputs()) - whole(**case.inputs()).logits).abs().max()
+    try:
+        model(**case.inputs())
+        alone_error = ""
+    except RuntimeError as error:
+        alone_error = str(error)
+    return {
+        "verdict": verdict, "evaluated": sum(e.item() for e in evaluated), "apart": float(apart), "error": alone_error,
+        "loss": alone(case).loss, "bubble": bubble(spans, ranks), "picture": picture(spans, ranks),
+        "names": sorted(n for n, _ in model.named_parameters()), "owners": stages.owners,
+        "whole": sorted(n for n, _ in whole.named_parameters()),
+    }  # fmt: skip
