@@ -64,13 +64,20 @@ class Attends(Protocol):
 class ContextRows(OwnRows):
     """This rank's columns of a mask, (rows, width): ones but for padding."""
 
-    def __init__(self, layout: Layout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
+    def __init__(
+        self, layout: Layout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> None:
         self.layout, self.attends, self.device, self.dtype = layout, attends, device, dtype
         self.shape = torch.Size((layout.rows, layout.width))
 
     @cached_property
     def real(self) -> torch.Tensor:
         return self.layout.take(self.layout.real).to(self.device, self.dtype)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Of this rank's tokens in their documents, (rows, width)."""
+        return self.layout.take(self.layout.on(self.device).positions)
 
     def typed(self, dtype: torch.dtype) -> ContextRows:
         return ContextRows(self.layout, self.attends, self.device, dtype)
