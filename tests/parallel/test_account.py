@@ -12,8 +12,8 @@ from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 
 LAYERS, HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 4, 64, 256, 4, 2, 515
-ROWS, WIDTH = 2, 160
-ACTIVATION = ROWS * WIDTH * HIDDEN * 4  # bytes of a hidden state of one micro-batch
+ROWS, WIDTH, MICROS = 2, 160, 4  # of a step that one rank or group computes
+STATE = HIDDEN * 4  # bytes of a token's hidden state
 LLAMA = config_of("llama") | {
     "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
     "num_key_value_heads": GROUPS,
@@ -31,7 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(shared: Path, ranks: int, config: dict[str, Any] = LLAMA, **settings: Any) -> list[dict[str, Any]]:
     model = {"config": config, "tokenizer": str(shared / "tokenizer")}
     run = tiny_run(
-        shared, model, ranks=ranks, parallel__zero=0, train__batch_size=2 * ROWS * ranks, train__micro_batch_size=ROWS,
+        shared, model, ranks=ranks, parallel__zero=0, train__batch_size=MICROS * ROWS, train__micro_batch_size=ROWS,
         data__sequence_length=WIDTH, data__over_length="drop", loss="plain", **settings,
     )  # fmt: skip
     return run_ranks(axes.measured, ranks, run)
@@ -56,21 +56,21 @@ def test_tensor_halves_weights_and_activations(shared: Path, alone: dict[str, An
     assert abs(first["weights"] - second["weights"]) <= 2 * HIDDEN * 4
     # Between sub-layers along the sequence, inside of them by heads and columns: half, but for what was gathered (the
     # input of the columns, twice a block) and for masks and positions.
-    gathered = 2 * 2 * LAYERS * ACTIVATION
-    assert first["saved"] <= alone["saved"] / 2 + gathered / 2 + 0.1 * alone["saved"]
+    gathered = 2 * LAYERS * alone["tokens"] * STATE
+    assert first["saved"] <= alone["saved"] / 2 + gathered / 2 + 0.05 * alone["saved"]
 
 
 def test_tensor_moves_what_megatron_moves(shared: Path) -> None:
     """With sequence parallelism: in each block and direction two gathers and two scatters of the hidden state."""
     first, _ = ask(shared, 2, parallel__tensor=2)
-    micros = 2 * 2  # of a step of 8 rows in twos
-    moved, per_block = first["wire"], 4 * LAYERS * ACTIVATION * micros  # 2 forward and 2 backward of each kind
-    print(f"\nper step: gathers {moved.get('all_gather', 0):,}, scatters {moved.get('reduce_scatter', 0):,}, "
-          f"formula {per_block:,} each; all {moved}")  # fmt: skip
-    # Embedding (scatter forward, gather backward), head (gather forward, scatter backward) and the final norm come on top.
-    ends = 4 * ACTIVATION * micros
-    assert per_block <= moved["all_gather"] <= per_block + ends
-    assert per_block <= moved["reduce_scatter"] <= per_block + ends
+    # 2 forward and 2 backward of each kind; embedding (a scatter forward, a gather backward) and head (the other way
+    # round) are one more each. A row of odd width is filled up by a token.
+    moved, times = first["wire"], 4 * LAYERS + 1
+    low, high = (times * tokens * STATE for tokens in (first["tokens"], first["tokens"] + ROWS * MICROS))
+    print(f"\nper step: gathers {moved['all_gather']:,}, scatters {moved['reduce_scatter']:,}, formula {low:,}; {moved}")
+    assert low <= moved["all_gather"] <= high and low <= moved["reduce_scatter"] <= high
+    # Besides: gradients of norms and three numbers a token for the loss.
+    assert moved["all_reduce"] <= 2 * 4 * ((2 * LAYERS + 1) * HIDDEN * MICROS + 4 * first["tokens"])
 
 
 def test_pipeline_divides_the_blocks(shared: Path, alone: dict[str, Any]) -> None:
@@ -81,11 +81,11 @@ def test_pipeline_divides_the_blocks(shared: Path, alone: dict[str, Any]) -> Non
     assert first["weights"] == LAYERS // 2 * block + table
     assert second["weights"] == LAYERS // 2 * block + table + 4 * HIDDEN
     # A hidden state forward, its gradient backward, of each micro-batch.
-    micros = 2 * 2
     sent = sum(n for kind, n in first["wire"].items() if kind.startswith("send"))
     back = sum(n for kind, n in second["wire"].items() if kind.startswith("send"))
-    print(f"\nstage 0 sends {sent:,}, stage 1 {back:,}, formula {micros * ACTIVATION:,}")
-    assert sent == back == micros * ACTIVATION
+    wanted = first["tokens"] * STATE
+    print(f"\nstage 0 sends {sent:,}, stage 1 {back:,}, formula {wanted:,}")
+    assert back == wanted and wanted <= sent <= wanted + 1024 * MICROS  # shapes that are new are told first
 
 
 def test_context_halves_activations(shared: Path, alone: dict[str, Any]) -> None:

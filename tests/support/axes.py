@@ -18,12 +18,14 @@ def measured(run: dict[str, Any]) -> dict[str, Any]:
     for step in range(2):
         seed_step(0, step, parts.world.rank)
         saved, wire = _Saved(parts.sharded.model), WireCount()
+        batch = batch_of(parts, step)
         with wire, saved:
-            accumulate(parts, batch_of(parts, step))
+            accumulate(parts, batch)
         parts.update()
     weights = sum(_local(p).numel() * 4 for p in parts.sharded.model.parameters())
+    tokens = sum(micro.input_ids.numel() for micro in batch.micro_batches)
     names = {name: _local(p).numel() for name, p in parts.sharded.model.named_parameters()}
-    return {"weights": weights, "names": names, "saved": saved.bytes, "wire": dict(wire.bytes), "place": parts.world.place}
+    return {"weights": weights, "names": names, "saved": saved.bytes, "wire": dict(wire.bytes), "tokens": tokens}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

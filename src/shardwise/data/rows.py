@@ -32,6 +32,7 @@ class RowBatch:
     source_count: int = 1
     token_type_ids: torch.Tensor | None = None
     units: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None  # where a rank has but a part of each row
 
     def to(self, device: torch.device) -> RowBatch:
         """The same on a device."""
@@ -45,8 +46,9 @@ class RowBatch:
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """What a model's forward takes besides labels."""
-        types = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
-        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask} | types
+        more = {"token_type_ids": self.token_type_ids, "position_ids": self.position_ids}
+        given = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        return given | {name: part for name, part in more.items() if part is not None}
 
     def sources_like(self, labels: torch.Tensor) -> torch.Tensor | None:
         """The source of each label."""

@@ -66,6 +66,14 @@ def _storage(tensors: list[Any]) -> int:
     return sum(seen.values())
 
 
+FUNCTIONAL = {  # how often, and of what, each counts
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 1, "output"),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 1, "input"),
+    "_c10d_functional::all_reduce": ("all_reduce", 2, "input"),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 1, "input"),
+}
+
+
 class WireCount(TorchDispatchMode):
     """Counts what each collective moves per rank: all-gather its output, reduce-scatter its input, all-reduce twice.
 
@@ -84,7 +92,11 @@ class WireCount(TorchDispatchMode):
         if name.startswith("c10d::") and len(ranks := _group_ranks(args)) > 1:  # a group of one moves nothing
             here = dist.get_rank() // self._node
             self._count(name.removeprefix("c10d::"), args, sum(r // self._node != here for r in ranks) / len(ranks))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in FUNCTIONAL:  # what DTensor calls
+            kind, times, of = FUNCTIONAL[name]
+            self._add(kind, [args[0] if of == "input" else result], times, 0.0)
+        return result
 
     def _count(self, name: str, args: Any, outside: float) -> None:
         if name.startswith("_allgather_base"):
@@ -96,7 +108,8 @@ class WireCount(TorchDispatchMode):
         elif name.startswith("allreduce"):
             self._add("all_reduce", args[0] if isinstance(args[0], (list, tuple)) else [args[0]], 2, outside)
         else:
-            self._add(name, [a for a in args if isinstance(a, torch.Tensor)], 1, outside)
+            lists = [a if isinstance(a, (list, tuple)) else [a] for a in args]
+            self._add(name, [a for one in lists for a in one if isinstance(a, torch.Tensor)], 1, outside)
 
     def _add(self, name: str, tensors: Any, times: int, outside: float) -> None:
         for tensor in tensors:

@@ -35,7 +35,8 @@ class Piece:
 def piece_of(layout: Layout, rule: Rule, key_rank: int) -> Piece | None:
     """What this rank's queries see of another's keys, as far as the host knows; None: nothing."""
     half, everything = layout.chunk, slice(0, layout.width)
-    mine, theirs = layout.chunks(layout.rank), layout.chunks(key_rank)
+    mine: tuple[int, ...] = layout.chunks(layout.rank)
+    theirs: tuple[int, ...] = layout.chunks(key_rank)
     queries = keys = everything
     if rule.causal and key_rank != layout.rank:
         if theirs[0] > mine[0]:
@@ -174,6 +175,12 @@ class Block:
         random = torch.Generator(scores.device).manual_seed(hash((self.seed, self.piece.key_rank, start)))
         drawn = torch.rand(scores.shape, generator=random, device=scores.device)
         return (drawn >= self.scores.dropout).to(scores.dtype) / (1 - self.scores.dropout)
+
+
+def block_of(layout: Layout, rule: Rule, scores: Scores, key_rank: int, seed: int = 0) -> Block | None:
+    """Attention to what a rank's keys have to tell this rank's queries; None where that is nothing."""
+    piece = piece_of(layout, rule, key_rank)
+    return None if piece is None else Block(piece, layout, rule, scores, seed)
 
 
 def _in_parts(q: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

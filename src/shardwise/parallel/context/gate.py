@@ -8,6 +8,7 @@ or masks by itself, makes something else of the part than of the whole: the firs
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,13 +22,14 @@ from shardwise.models.attention import install
 from shardwise.models.documents import Documents
 from shardwise.models.shrink import shrink
 from shardwise.models.source import quiet
-from shardwise.parallel.context.blocks import Block, merge, piece_of, sunk, wide
+from shardwise.parallel.context.blocks import block_of, merge, sunk, wide
 from shardwise.parallel.context.mask import ContextMask, ContextRows, Scores
+from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.split import split_batch
 from shardwise.parallel.trial import FIRST, Refused
 
-RANKS, WIDTH = 2, 16
-PACKED = [[7, 9], [12, 4]]  # documents across the borders of parts, longer than windows of tiny models
+RANKS, WIDTH = 2, 20  # a width, and half of it, that no other size of a tiny model has
+PACKED = [[7, 13], [12, 8]]  # documents across the borders of parts, longer than windows of tiny models
 PLAIN = [[WIDTH], [WIDTH]]
 SAME = 1e-5  # of the largest: single precision inside of double (norms, rotations) leaves less
 
@@ -98,7 +100,7 @@ def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], positions: boo
         pieces = [ids]
     truth = torch.cat([model(input_ids=piece, use_cache=False).logits.flatten(0, 1) for piece in pieces])
     kept = [(m.config, m.config._attn_implementation) for m in model.modules() if hasattr(m, "config")]
-    watch = _Watch(model)
+    watch, hooks = _Watch(model), Positions(model)
     try:
         use_registry(model)
         with watch.hooks():
@@ -116,6 +118,7 @@ def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], positions: boo
     except Exception as error:  # the model's own code, given a mask that is no tensor or positions it does not know
         raise Refused(watch.inside, f"{type(error).__name__}: {error}"[:160]) from error
     finally:
+        hooks.remove()
         for config, name in kept:
             config._attn_implementation = name
 
@@ -134,10 +137,10 @@ class _Watch:
 
     model: nn.Module
     keys: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    made: list[torch.Tensor] = field(default_factory=list)
+    made: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     attended: int = 0
     _names: list[str] = field(default_factory=list)
-    _at: int = 0
+    _calls: Counter[str] = field(default_factory=Counter)
     _layout: Any = None  # of the part that is run; None while all is written down
 
     @property
@@ -146,7 +149,8 @@ class _Watch:
         return self._names[-1] if self._names else ""
 
     def begin(self, layout: Any) -> None:
-        self._layout, self._at, self.attended = layout, 0, 0
+        self._layout, self.attended = layout, 0
+        self._calls.clear()
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -167,10 +171,10 @@ class _Watch:
         if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[1] != width:
             return
         if self._layout is None:
-            self.made.append(output)
-        elif self._at < len(self.made):
-            whole, self._at = self.made[self._at], self._at + 1
-            if whole.shape[0] == output.shape[0] and not _same(output, self._layout.take(whole)):
+            self.made[name].append(output)
+        elif (call := self._calls[name]) < len(self.made[name]):
+            self._calls[name] += 1
+            if not _same(output, self._layout.take(self.made[name][call])):
                 raise Refused(name, "mixes positions, or counts them by their place, in another way than by attention")
 
     def compare(self, logits: torch.Tensor, truth: torch.Tensor) -> None:
@@ -211,10 +215,9 @@ class _Attention:
         out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=wide(query.dtype))
         lse = torch.full(query.shape[:3], float("-inf"), dtype=out.dtype)
         for rank in range(self._ranks):
-            if (piece := piece_of(layout, mask.rule, rank)) is None:
+            if (block := block_of(layout, mask.rule, scores, rank)) is None:
                 continue
-            keys, values = (layout.take(x, rank, dim=2)[:, :, piece.keys] for x in whole)
-            found = Block(piece, layout, mask.rule, scores, 0).forward(query[:, :, piece.queries], keys, values)
-            mine = piece.queries
+            mine, seen = block.piece.queries, block.piece.keys
+            found = block.forward(query[:, :, mine], *(layout.take(x, rank, dim=2)[:, :, seen] for x in whole))
             out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *found)
         return out if scores.sinks is None else sunk(out, lse, scores.sinks)[0]

@@ -8,11 +8,11 @@ from typing import Any, Literal, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.data.loader import MicroBatch
 from shardwise.parallel.context.gate import Findings, examine, use_registry
 from shardwise.parallel.context.mask import Attends, ContextRows
+from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.ring import Ring
-from shardwise.parallel.context.split import split_batch
+from shardwise.parallel.context.split import Batch, split_batch
 from shardwise.parallel.context.ulysses import Ulysses
 from shardwise.parallel.trial import Refused
 
@@ -29,7 +29,7 @@ class Context:
     attends: Attends
     findings: Findings
 
-    def split(self, batch: MicroBatch) -> MicroBatch:
+    def split(self, batch: Batch) -> Batch:
         """This rank's part of a batch: the loss over its labels is this rank's share of the sum.
 
         Best called before the batch is moved: documents and padding are read on the host.
@@ -60,5 +60,6 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     findings = examine(model)
     group = mesh.get_group()
     use_registry(model)
+    Positions(model)
     attends: Attends = Ring(group) if kind == "ring" else Ulysses(group)
     return Context(mesh.size(), mesh.get_local_rank(), kind, attends, findings)

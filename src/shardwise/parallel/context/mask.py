@@ -74,6 +74,11 @@ class ContextRows(OwnRows):
     def real(self) -> torch.Tensor:
         return self.layout.take(self.layout.real).to(self.device, self.dtype)
 
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Of this rank's tokens in their documents, (rows, width)."""
+        return self.layout.take(self.layout.on(self.device).positions)
+
     def typed(self, dtype: torch.dtype) -> ContextRows:
         return ContextRows(self.layout, self.attends, self.device, dtype)
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.parallel.context.blocks import Block, grad_of_sinks, merge, piece_of, sunk, wide
-from shardwise.parallel.context.mask import ContextMask, Scores
+from shardwise.parallel.context.blocks import block_of, grad_of_sinks, merge, sunk, wide
+from shardwise.parallel.context.mask import ContextMask, Rule, Scores
+from shardwise.parallel.context.split import Layout
 
 KEYS, GRADIENTS = 0, 1  # tags: both are under way at the same time
 
@@ -69,7 +70,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        scores: Scores, mask: ContextMask, wire: RingWire,
+        scores: Scores, layout: Layout, rule: Rule, wire: RingWire,
     ) -> torch.Tensor:  # fmt: skip
         # The seed is drawn where torch's own dropout draws: a block computed again draws the same.
         seed = int(torch.randint(2**62, ())) if scores.dropout else 0
@@ -83,11 +84,10 @@ class _Ring(torch.autograd.Function):
                 passing = _apart(arriving.wait(), k, v)
             if step < wire.ranks - 1:
                 arriving = wire.start(_together(*passing), KEYS)
-            piece = piece_of(mask.layout, mask.rule, (wire.rank - step) % wire.ranks)
-            block = piece and Block(piece, mask.layout, mask.rule, scores, seed)
+            block = block_of(layout, rule, scores, (wire.rank - step) % wire.ranks, seed)
             ctx.blocks.append(block)
-            if piece is not None and block is not None:
-                mine, theirs = piece.queries, piece.keys
+            if block is not None:
+                mine, theirs = block.piece.queries, block.piece.keys
                 found = block.forward(q[:, :, mine], *(x[:, :, theirs] for x in passing))
                 out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *found)
         if sinks is not None:
@@ -130,19 +130,28 @@ class _Ring(torch.autograd.Function):
             own += following.wait()
         dk, dv = _apart(own, k, v)
         ds = grad_of_sinks(sinks[0], out.to(dtype), lse, grad) if sinks else None
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ds, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ds, None, None, None, None
 
 
 class Ring:
-    """Attention of a divided sequence by a ring of ranks; without a group, of one that is whole."""
+    """Attention of a divided sequence by a ring of ranks."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._wire = RingWire(group)
 
-    @torch.compiler.disable  # a compiled block breaks off here: there is nothing to fuse across the wire
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing can be fused across the wire
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
     ) -> torch.Tensor:
         """In the place of `Attends`."""
-        found: torch.Tensor = _Ring.apply(query, key, value, scores.sinks, scores, mask, self._wire)
+        given = (scores.sinks, scores, mask.layout, mask.rule, self._wire)
+        found: torch.Tensor = _Ring.apply(query, key, value, *given)
         return found
+
+
+def attend_whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, layout: Layout, rule: Rule
+) -> torch.Tensor:
+    """The same where one rank has all of the sequence."""
+    found: torch.Tensor = _Ring.apply(query, key, value, scores.sinks, scores, layout, rule, RingWire(None))
+    return found

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from shardwise.data.layout import IGNORE
 from shardwise.data.loader import MicroBatch
+from shardwise.data.rows import RowBatch
 from shardwise.errors import UserError
 from shardwise.models.documents import Documents, RowsMask
+from shardwise.parallel.trial import Refused
+
+Batch = TypeVar("Batch", MicroBatch, RowBatch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,50 +84,51 @@ class Layout:
         return bool((low == high).all())
 
 
-def split_batch(batch: MicroBatch, ranks: int, rank: int, zigzag: bool) -> tuple[MicroBatch, Layout]:
+def split_batch(batch: Batch, ranks: int, rank: int, zigzag: bool) -> tuple[Batch, Layout]:
     """A rank's columns of a batch, and the layout; the mask and the documents are the layout's to tell."""
     missing = -batch.input_ids.shape[1] % (2 * ranks)
     layout = layout_of(batch, ranks, rank, zigzag, missing)
+    if batch.labels.shape != batch.input_ids.shape:
+        raise Refused("", "labels that are not one per token are not divided with the tokens")
 
-    def part(whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        return layout.take(torch.nn.functional.pad(whole, (0, missing), value=fill))
+    def part(whole: torch.Tensor | None, fill: int = 0) -> Any:
+        if whole is None or whole.shape != batch.input_ids.shape:  # the source of a row
+            return whole
+        return layout.take(F.pad(whole, (0, missing), value=fill))
 
-    device = batch.input_ids.device
-    mine = replace(
-        batch,
-        input_ids=part(batch.input_ids),
-        labels=part(batch.labels, IGNORE),
-        position_ids=layout.take(layout.on(device).positions),
-        attention_mask=None,
-        sources=None if batch.sources is None else part(batch.sources),
-        documents=None,
-    )
-    return mine, layout
+    changes: dict[str, Any] = {
+        "input_ids": part(batch.input_ids),
+        "labels": part(batch.labels, IGNORE),
+        "position_ids": layout.take(layout.on(batch.input_ids.device).positions),
+        "sources": part(batch.sources),
+    }
+    if isinstance(batch, RowBatch):
+        return replace(batch, token_type_ids=part(batch.token_type_ids), **changes), layout
+    return replace(batch, attention_mask=None, documents=None, **changes), layout
 
 
-def layout_of(batch: MicroBatch, ranks: int, rank: int, zigzag: bool, missing: int = 0) -> Layout:
+def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool, missing: int = 0) -> Layout:
     """The documents of a batch, `missing` columns of padding added."""
     rows, width = batch.input_ids.shape
-    mask = batch.attention_mask
-    documents = mask.documents if isinstance(mask, RowsMask) else batch.documents
+    mask: Any = batch.attention_mask
+    documents = mask.documents if isinstance(mask, RowsMask) else getattr(batch, "documents", None)
     real = torch.ones(rows, width + missing, dtype=torch.bool)
     real[:, width:] = False
-    if documents is None and mask is None:
-        lengths = [[width]] * rows
-        if batch.position_ids is not None:
-            lengths = _rows_of(Documents.of_positions(batch.position_ids.cpu()))
-    elif documents is None:
-        assert mask is not None and mask.ndim == 2, "a mask of blocks cannot be divided"
+    if documents is not None:
+        lengths = _rows_of(documents)
+    elif mask is not None:
+        if mask.ndim != 2:
+            raise Refused("", f"a mask of shape {tuple(mask.shape)} is not divided with the tokens")
         real[:, :width] = mask.cpu() != 0
         if (real[:, 1:] & ~real[:, :-1]).any():
-            remedy = "pad at the end of the rows (tokenizer.padding_side: right)"
+            remedy = "pad at the end of the rows (padding_side: right)"
             raise UserError("attention_mask", None, "padding is not at the end of the rows", remedy)
-        lengths = [[int(n), width - int(n)] if n < width else [width] for n in real.sum(1)]
+        lengths = [[n, width - n] for n in real.sum(1).tolist()]
+    elif batch.position_ids is not None:
+        lengths = _rows_of(Documents.of_positions(batch.position_ids.cpu()))
     else:
-        lengths = _rows_of(documents)
-    if missing:
-        lengths = [[*row, missing] for row in lengths]
-    lengths = [[n for n in row if n] for row in lengths]
+        lengths = [[width]] * rows
+    lengths = [[n for n in (*row, missing) if n] for row in lengths]
     return Layout(Documents.of_lengths(lengths), real, ranks, rank, zigzag)
 
 

@@ -1,4 +1,4 @@
-"""Ulysses attention: what was a part of the sequence with all heads becomes all of the sequence with a part of the heads.
+"""Ulysses attention: a part of the sequence with all heads becomes all of the sequence with a part of the heads.
 
 Four all-to-alls around ordinary attention: whatever kernel serves whole rows serves here.
 """
@@ -6,7 +6,7 @@ Four all-to-alls around ordinary attention: whatever kernel serves whole rows se
 from __future__ import annotations
 
 from dataclasses import replace
-from math import gcd
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.models.attention import attend_documents, largest_head
 from shardwise.models.documents import DocumentMask
 from shardwise.parallel.context.mask import ContextMask, Scores
-from shardwise.parallel.context.ring import Ring
+from shardwise.parallel.context.ring import attend_whole
 from shardwise.parallel.context.split import Layout
 from shardwise.parallel.trial import Refused
 
@@ -44,9 +44,8 @@ class Ulysses:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
-        self._whole = Ring(None)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
     ) -> torch.Tensor:
@@ -66,7 +65,7 @@ class Ulysses:
         usual = scores.softcap is None and scores.sinks is None and rule.chunk is None
         whole = Layout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
         if not usual or not (rule.causal or (layout.documents.alone and rule.window is None)):
-            return self._whole(q, k, v, scores, ContextMask(whole, rule, self._whole, mask.device), plain)
+            return attend_whole(q, k, v, scores, whole, rule)
         # transformers' functions repeat keys by what the module says, which knows all heads.
         module: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=rule.causal)
         given = {"dropout": scores.dropout, "scaling": scores.scale}
@@ -80,6 +79,7 @@ class Ulysses:
 
 def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
     """Keys or values with as many heads as the ranks can share: repeated where there are fewer than ranks."""
+<<<<<<< HEAD
     heads = x.shape[1] * ranks // gcd(x.shape[1], ranks)
     if queries % ranks or queries % heads:
         legal = [
@@ -90,3 +90,14 @@ def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
         why = f"{queries} heads over {x.shape[1]} of keys do not divide by {ranks} ranks: context of {legal} would, or ring"
         raise Refused("", why)
     return x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], 1)
+=======
+    heads = x.shape[1]
+    if not _divides(queries, heads, ranks):
+        legal = ", ".join(str(n) for n in range(1, queries + 1) if _divides(queries, heads, n))
+        raise Refused("", f"{queries} heads over {heads} of keys cannot be shared by {ranks} ranks, but by {legal}")
+    return x.repeat_interleave(lcm(heads, ranks) // heads, 1) if heads % ranks else x
+
+
+def _divides(queries: int, heads: int, ranks: int) -> bool:
+    return queries % ranks == 0 and queries % lcm(heads, ranks) == 0
+>>>>>>> six-context
