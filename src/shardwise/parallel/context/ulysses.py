@@ -79,18 +79,6 @@ class Ulysses:
 
 def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
     """Keys or values with as many heads as the ranks can share: repeated where there are fewer than ranks."""
-<<<<<<< HEAD
-    heads = x.shape[1] * ranks // gcd(x.shape[1], ranks)
-    if queries % ranks or queries % heads:
-        legal = [
-            n
-            for n in range(1, queries + 1)
-            if queries % n == 0 and queries % (x.shape[1] * n // gcd(x.shape[1], n)) == 0
-        ]
-        why = f"{queries} heads over {x.shape[1]} of keys do not divide by {ranks} ranks: context of {legal} would, or ring"
-        raise Refused("", why)
-    return x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], 1)
-=======
     heads = x.shape[1]
     if not _divides(queries, heads, ranks):
         legal = ", ".join(str(n) for n in range(1, queries + 1) if _divides(queries, heads, n))
@@ -100,4 +88,3 @@ def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
 
 def _divides(queries: int, heads: int, ranks: int) -> bool:
     return queries % ranks == 0 and queries % lcm(heads, ranks) == 0
->>>>>>> six-context
