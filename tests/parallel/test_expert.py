@@ -9,6 +9,8 @@ import torch
 from support import expert
 from support.ranks import run_ranks
 
+from shardwise.config.methods import Lora, Qlora
+
 EXACT = 1e-11
 
 
@@ -71,10 +73,12 @@ def test_loads_by_layer_and_expert() -> None:
         assert found["reset"] == 0
 
 
-def test_experts_in_four_bits() -> None:
-    for found in run_ranks(expert.quantised, 2, "mixtral"):
-        assert found["trained"] > 10
-        assert found["worst"] < 1e-4
+def test_adapters_on_the_dense_layers() -> None:
+    """Experts are frozen, or in four bits."""
+    for found in run_ranks(expert.several, 2, [("adapted", ("mixtral", method)) for method in (Lora(), Qlora())]):
+        for one in found:
+            assert one["trained"] > 10
+            assert one["worst"] < 1e-3
 
 
 def test_what_cannot_be_spread_says_why() -> None:

@@ -14,7 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.adapters.quantized_experts import quantize_experts
+from shardwise.adapters.layers import features
+from shardwise.adapters.plan import attach, plan_method
+from shardwise.adapters.quantized import quantize_linears
+from shardwise.config.methods import Lora, Qlora
 from shardwise.models.build import find_blocks, materialise
 from shardwise.models.weights import fill_local
 from shardwise.parallel.expert import ExpertParallel, count_loads, expert_meshes, find_experts, spread_experts
@@ -218,15 +221,12 @@ def loads(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def quantised(name: str) -> dict[str, float]:
-    """Experts in four bits, spread and not: what the dense layers' gradients differ by."""
+def adapted(name: str, method: Lora) -> dict[str, float]:
+    """Adapters on the dense layers, experts frozen or in four bits, spread and not: how far gradients are apart."""
     case = Case(tiny_case(name, "causal").config, "causal", dtype=torch.float32)
-    plain, model = case.model(), case.model()
-    for one in (plain, model):
-        for module in find_experts(one).values():
-            quantize_experts(module, "nf4", True)
+    plain, model = _with_adapters(case, method), _with_adapters(case, method)
     rank, mesh = dist.get_rank(), mesh_of(dist.get_world_size())
-    parallel = spread_experts(model, mesh)
+    spread_experts(model, mesh)
     inputs, ranks = case.inputs(), mesh.size()
     wanted = plain(**inputs, use_cache=False).logits
     wanted.square().mean().backward()
@@ -235,8 +235,23 @@ def quantised(name: str) -> dict[str, float]:
     apart = {"logits": _apart(logits, wanted.chunk(ranks)[rank])}
     theirs = dict(plain.named_parameters())
     for key, p in model.named_parameters():
-        if p.grad is not None:
+        if p.requires_grad:
             dist.all_reduce(p.grad)
             apart[key] = _apart(p.grad, theirs[key].grad) / float(theirs[key].grad.abs().max() + 1e-12)
-    assert all(p.dtype == torch.int8 for p in parallel.parameters)
     return {"worst": max(apart.values()), "trained": len(apart)}
+
+
+def _with_adapters(case: Case, method: Lora) -> Any:
+    model = case.model()
+    plan = plan_method(model, method)
+    shapes = {name: features(model.get_submodule(name)) for name in plan.targets}
+    if isinstance(method, Qlora):
+        quantize_linears(model, lambda *_: True, method.bits, method.double)
+    model.requires_grad_(False)
+    attach(model, plan, shapes)
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.copy_(torch.randn(p.shape, generator=random) * 0.1)
+    return model
