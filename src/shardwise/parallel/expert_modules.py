@@ -1,7 +1,8 @@
 """Stacks of experts on several ranks: in front of a model's own class, one for each way in which such are called.
 
 The model's own code computes, with the weights of this rank's experts in the place of all: rows travel to it and back
-(expert_exchange.py), and it never learns of the others.
+(expert_exchange.py), and it never learns of the others. The host must know how many rows travel, so compiled blocks
+are broken here.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class SpreadExperts(nn.Module):
 class RoutedExperts(SpreadExperts):
     """Called with every token, the numbers of its experts and their weights: nearly all models."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As the model's own, for tokens whose experts may be anywhere in the group."""
         given = (hidden_states, experts, weights)
@@ -91,6 +93,7 @@ class RoutedExperts(SpreadExperts):
 class SortedExperts(SpreadExperts):
     """Called with rows that are sorted by expert, and how many each one has: jetmoe, aria."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: torch.Tensor, sizes: list[int] | torch.Tensor) -> torch.Tensor:
         """As the model's own, for rows whose experts may be anywhere in the group."""
         _refuse_replicas(self, rows)
@@ -107,6 +110,7 @@ class SortedExperts(SpreadExperts):
 class EveryExpert(SpreadExperts):
     """Called with a row for every expert and token, zeros where the expert was not chosen: llama4."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """As the model's own, except that rows of zeros stay at home: an expert without bias makes zeros of them."""
         _refuse_replicas(self, rows)
