@@ -399,7 +399,7 @@ class Parallel(Section):
     pipeline: Count = Field(default=1, description="ranks that divide the blocks: stages one after the other")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "naive"] = Field(
         default="1f1b",
-        description="the order in which a pipeline's stages take the micro-batches; naive: one at a time, for comparison",
+        description="the order in which stages take the micro-batches; naive: one at a time, for comparison",
     )
     chunks: Count | None = Field(
         default=None, description="with schedule: interleaved, the stages of each rank; default: 2"

@@ -34,12 +34,14 @@ LIMIT = 300.0  # seconds
 
 def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
     """The same axes with two ranks each, and how many ranks that takes."""
-    small = {name: 2 for name in axes_used(parallel)}
+    small: dict[str, Any] = {name: 2 for name in axes_used(parallel)}
     inner = 2 ** len([name for name in small if name != "expert"])
     lonely = "expert" in small and not {"tensor", "context"} & small.keys()
-    stages = {"schedule": parallel.schedule, "chunks": parallel.chunks and 2} if "pipeline" in small else {}
-    kind = {"context_kind": parallel.context_kind} if "context" in small else {}
-    return Parallel(zero=parallel.zero, **small, **stages, **kind), inner * (2 if lonely else 1)
+    if "pipeline" in small:
+        small |= {"schedule": parallel.schedule, "chunks": parallel.chunks and 2}
+    if "context" in small:
+        small |= {"context_kind": parallel.context_kind}
+    return Parallel(zero=parallel.zero, **small), inner * (2 if lonely else 1)
 
 
 def check_axes(source: ModelSource, parallel: Parallel, say: Callable[[str], None] = lambda _: None) -> None:
@@ -115,8 +117,7 @@ def main(file: Path) -> None:
     """Forks the ranks of a trial and prints the outcome as one line."""
     import torch
 
-    from shardwise.parallel.trial import alone, judge
-    from shardwise.parallel.whole_trial import try_axes
+    import shardwise.parallel.whole_trial  # noqa: F401  (imported once, before the ranks part)
     from shardwise.parallel.zoo import run_ranks
 
     torch.set_num_threads(1)
@@ -126,7 +127,6 @@ def main(file: Path) -> None:
     told = next((one for one in outcomes if one and one["outcome"] in ("refused", "wrong")), None)
     known = [one for one in outcomes if one]
     print(json.dumps(told or (known[0] if len(known) == ranks else {"outcome": "silent", "why": "a rank crashed"})))
-    _ = alone, judge, try_axes  # imported before the fork
 
 
 def _on_rank(rank: int, folder: Path, case: Any, parallel: Parallel, layout: Layout) -> dict[str, Any]:

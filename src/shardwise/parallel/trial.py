@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.config.objectives import Task
 from shardwise.data.layout import IGNORE
 from shardwise.models.shrink import shrink
 from shardwise.models.source import ModelSource, quiet
-from shardwise.models.tasks import Task, auto_class
+from shardwise.models.tasks import auto_class
 
 ROWS, WIDTH = 4, 16
 LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest

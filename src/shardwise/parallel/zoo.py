@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.config.objectives import Task
 from shardwise.models.shrink import shrink
-from shardwise.models.tasks import Task
 from shardwise.parallel.trial import Answer, Case, Refused, alone, judge
 
 RANKS = 2

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardwise.config.objectives import Task
 from shardwise.errors import UserError
-from shardwise.models.tasks import Task
 from shardwise.parallel.zoo import AXES, Result, architectures, trials
 
 TASKS: tuple[Task, ...] = ("causal", "masked", "seq2seq")
