@@ -41,6 +41,7 @@ def test_hpz_is_exact(size: int, shared: Path, plain: Any) -> None:
     assert all(torch.equal(parameters[k], plain[2][k]) for k in parameters)
 
 
+@pytest.mark.slow
 def test_hpz_is_exact_with_recomputation_replicas_and_evaluation(shared: Path) -> None:
     common: dict[str, Any] = {"recompute": "full", "data__eval": "5%", "train__eval_every": 3, "train__steps": 7}
     runs = [a_run(shared, f"more-{len(more)}", {"shard": 2} | more, **common) for more in ({}, {"secondary_shard": 1})]
@@ -67,6 +68,7 @@ def test_quantised_training_keeps_the_loss(
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.slow
 def test_the_same_run_rounds_the_same(shared: Path) -> None:
     """A repeat is bit-identical, and so is a resume: what rounding lost ends with a checkpoint."""
     runs = [a_run(shared, name, HPZ | QWZ | QGZ, train__steps=4, checkpoint__every=2) for name in ("first", "second")]
@@ -76,6 +78,7 @@ def test_the_same_run_rounds_the_same(shared: Path) -> None:
     assert run_ranks(plusplus.train_on_nodes, 4, resumed, NODE)[0][0] == first[0][2:]
 
 
+@pytest.mark.slow
 def test_wire_and_memory(shared: Path, cpu_precision_env: dict[str, str]) -> None:
     """Bytes per parameter and step in bf16 with three micro-batches, and what is held."""
     micro: dict[str, Any] = {"precision": "bf16", "train__micro_batch_size": 1}
@@ -103,6 +106,7 @@ def test_wire_and_memory(shared: Path, cpu_precision_env: dict[str, str]) -> Non
     assert results["all"]["secondary"] == near(1 / NODE), "the secondary shard is int8 too"
 
 
+@pytest.mark.slow
 def test_a_secondary_shard_does_not_outlive_an_update(shared: Path) -> None:
     """The danger of hpZ: train on old parameters in silence. Without updated() the loss stands still, with it not."""
     runs = [a_run(shared, f"stale-{tell}", HPZ) for tell in (True, False)]
@@ -117,6 +121,7 @@ def test_evaluation_sees_the_present_parameters(shared: Path) -> None:
     assert plain == kept and plain[0] != plain[1]
 
 
+@pytest.mark.slow
 def test_the_engine_takes_all_of_it(tmp_path: Path) -> None:
     """A loop of one's own: hpZ equals plain, to the bit, across a save and a load."""
     results = []

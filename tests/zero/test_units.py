@@ -117,6 +117,7 @@ def test_buffers_and_parity(zero: int, config: dict[str, Any], shared: Path) -> 
     assert results["joined"][0]["units"] < results["none"][0]["units"] < results["tiny"][0]["units"]
 
 
+@pytest.mark.slow
 def test_the_plan_says_it(shared: Path, tmp_path: Path) -> None:
     run = tiny_run(shared, train__steps=1, parallel__bucket="20kB", parallel__zero=3, output=str(tmp_path / "out"))
     code, out, err = cli.train(cli.write_run(tmp_path, run))
@@ -124,6 +125,7 @@ def test_the_plan_says_it(shared: Path, tmp_path: Path) -> None:
     assert "buckets" in out and "cannot be divided: model.embed_tokens" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_divided_so_far(shared: Path, tmp_path: Path) -> None:
     """Mamba reads the weights of its convolution without calling it."""
     config = dict(model_type="mamba", hidden_size=48, num_hidden_layers=2, vocab_size=515, state_size=4)
