@@ -125,3 +125,25 @@ def test_the_same_as_one_process(shared: Path, case: tuple[str, int, dict[str, A
     print(f"\n| {family} | {ranks} | {named(case)} | {loss:.1e} | {norm:.1e} |")
     assert len(found) == STEPS and losses[-1] < losses[0]
     assert loss <= LOSS and norm <= NORM
+
+
+@pytest.mark.parametrize("axes", [TP | PP, pytest.param(CP | PP, marks=pytest.mark.slow)], ids=["tp-pp", "cp-pp"])
+def test_losses_of_sources_and_evaluations(shared: Path, axes: dict[str, Any]) -> None:
+    """Each source's loss and units, and what is held out, as one process tells them."""
+    lines = PAIRS.read_text().splitlines()
+    sources = []
+    for name, part in (("odd", lines[1::2]), ("even", lines[::2])):
+        (shared / f"{name}.jsonl").write_text("\n".join(part) + "\n")
+        sources.append({"path": str(shared / f"{name}.jsonl"), "name": name})
+    told = []
+    for name, ranks, settings in (("one", 1, {}), ("many", 4, axes)):
+        run = the_run(shared, "llama", f"sources-{name}-{len(axes)}", ranks=ranks, **settings)
+        run["data"] |= {"train": sources, "eval": "20%"}
+        run["train"] |= {"steps": 3, "eval_every": 3}
+        run_ranks(scenarios.train, ranks, run)
+        told.append([json.loads(line) for line in (Path(run["output"]) / "metrics.jsonl").read_text().splitlines()])
+    for ours, theirs in zip(*told, strict=True):
+        assert ours["kind"] == theirs["kind"] and ours["losses"].keys() == theirs["losses"].keys() == {"odd", "even"}
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=LOSS)
+        assert ours["supervised_by_source"] == theirs["supervised_by_source"]
+    assert [one["kind"] for one in told[0]].count("eval") == 1

@@ -12,6 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from shardwise.config.schema import LossScale
@@ -26,6 +27,11 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale=float(start), enabled=enabled)
         self._left: torch.Tensor | None = None  # overflows until the scale is halved
         self._exhausted: torch.Tensor | None = None
+
+    def agree(self, optimizer: torch.optim.Optimizer) -> None:
+        """After `unscale_`: an overflow on any rank is one on all, also where ranks have different parameters."""
+        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """After `step`: adapts the scale to whether this step overflowed on any rank."""

@@ -63,6 +63,8 @@ class Update:
             self.optimizer.step()  # what got its gradient late, or none
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
+        if self.sharded.copies is not None and self.scaler.is_enabled():
+            self.scaler.agree(self.optimizer)
         if self._offloaded is None:
             norm = self.sharded.clip(self.clip)
             self.scaler.step(self.optimizer)
