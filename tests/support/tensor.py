@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 
 def case_of(kind: str, task: Any = "causal", **changes: Any) -> Any:
@@ -179,3 +181,172 @@ def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, floa
         verdict = judge(answers[1], answers[0])
         found[method] = (verdict.loss, verdict.gradient, verdict.module, len(tensor.whole))
     return found
+
+
+class Wire(TorchDispatchMode):
+    """Notes every collective and the elements of the larger side of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # asked again for what it does to parts
+        made = func(*args, **(kwargs or {}))
+        space, _, name = func._schema.name.partition("::")
+        if "c10d" in space and not name.startswith(("wait", "_wrap")):
+            sizes = [x.numel() for x in tree_iter((args, made)) if isinstance(x, torch.Tensor)]
+            self.moved.append((name, max(sizes)))
+        return made
+
+    def total(self, word: str) -> int:
+        return sum(size for name, size in self.moved if word in name)
+
+
+def block_traffic() -> list[list[tuple[str, int]]]:
+    """Collectives of one Llama block, forward and backward, and the elements of its hidden states."""
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+
+    case, mesh = case_of("llama"), mesh_of_all()
+    model = case.model()
+    tensor = divide_tensor(model, find_roles(case.model()), mesh)
+    x = torch.randn(4, 16, 32, dtype=torch.float64)
+    hidden = DTensor.from_local(x.chunk(mesh.size(), 1)[mesh.get_local_rank()], mesh, [Shard(1)]).requires_grad_()
+    positions = model.model.rotary_emb(x, torch.arange(16)[None])
+    with tensor.active():
+        with Wire() as forward:
+            made = model.model.layers[0](hidden, attention_mask=None, position_embeddings=positions)
+        with Wire() as backward:
+            made.backward(made.detach())
+    assert made.placements == (Shard(1),)
+    return [forward.moved, backward.moved, [("hidden", x.numel())]]
+
+
+def head_traffic(joined: bool) -> tuple[float, float, str, list[tuple[str, int]], int, int]:
+    """Loss over a cut vocabulary, by head and loss as one or by logits: how far off, and the collectives of the step."""
+    from shardwise.objectives.head import HeadLoss, token_losses
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.parallel.trial import Answer, alone, gradients_of, judge, units_of
+
+    case = case_of("llama", vocab_size=1501, tie_word_embeddings=False)
+    model, labels = case.model(), case.labels()
+    tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+    with tensor.active(), Wire() as wire:
+        if joined:
+            losses = HeadLoss(model.lm_head).losses(model, case.inputs() | {"use_cache": False}, labels)
+        else:
+            logits = model(**case.inputs(), use_cache=False).logits
+            losses = token_losses(logits.flatten(0, 1), labels.flatten())
+        loss = losses.sum() / units_of(labels)
+        loss.backward()
+    verdict = judge(Answer(loss.item(), gradients_of(model)), alone(case))
+    return verdict.loss, verdict.gradient, verdict.module, wire.moved, labels.numel() * 32, labels.numel() * 1501
+
+
+def masks_apart(kind: str) -> dict[str, float]:
+    """How far logits are from one process with packed documents and with a padded batch."""
+    from shardwise.models.attention import install
+    from shardwise.models.documents import Documents
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+
+    case = case_of(kind)
+    whole, model = case.model(), case.model()
+    tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+    assert install(whole)
+    documents = Documents.of_lengths([[5, 11], [16], [3, 3, 10], [16]])
+    padded = torch.ones(4, 16, dtype=torch.int64)
+    padded[1, 9:] = 0
+    found = {}
+    for name, mask in {"packed": documents.mask(), "padded": padded}.items():
+        given = case.inputs() | {"attention_mask": mask, "use_cache": False}
+        given |= {"position_ids": documents.positions} if name == "packed" else {}
+        wanted = whole(**given).logits
+        with tensor.active():
+            logits = model(**tensor.inputs(given)).logits
+        found[name] = float((_full(logits) - wanted)[padded.bool()].abs().max())
+    return found
+
+
+def dropped() -> dict[str, bool]:
+    """Which parts of a dropped-out tensor differ between two ranks, and whether recomputation draws the same again."""
+    from torch.utils.checkpoint import checkpoint
+
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+
+    torch.manual_seed(3)
+    case, mesh = case_of("gpt2"), mesh_of_all()
+    model = case.model()
+    tensor = divide_tensor(model, find_roles(case.model()), mesh)
+    ones = torch.ones(4, 64, 32)
+    found = {}
+    with tensor.active():
+        for name, where in {"cut": Shard(1), "whole": Replicate()}.items():
+            x = distribute_tensor(ones, mesh, [where]).requires_grad_()
+            y = checkpoint(torch.nn.functional.dropout, x, 0.5, use_reentrant=False)
+            torch.rand(7)  # whatever happens in between
+            y.sum().backward()
+            parts = [torch.empty_like(y.to_local()) for _ in range(mesh.size())]
+            dist.all_gather(parts, y.to_local().detach().contiguous())
+            found[f"{name} alike"] = torch.equal(parts[0], parts[1])
+            found[f"{name} again"] = torch.equal(_full(x.grad), _full(y))
+    found["in step"] = len({tuple(x) for x in _gathered(torch.rand(4)).tolist()}) == 1
+    return found
+
+
+def dropout_recomputed() -> float:
+    """How far gradients of a model with dropout everywhere are with its blocks recomputed from those without."""
+    from torch.distributed._composable import checkpoint
+
+    from shardwise.models.build import find_blocks
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.parallel.trial import Answer, gradients_of, judge
+
+    answers = []
+    for again in (False, True):
+        case = case_of("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
+        model = case.model()
+        tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+        for _, block in find_blocks(model) if again else ():
+            checkpoint(block)
+        torch.manual_seed(11)
+        with tensor.active():
+            loss = model(**case.inputs(), use_cache=False).logits.square().mean()
+            loss.backward()
+        answers.append(Answer(float(_full(loss)), gradients_of(model)))
+    verdict = judge(*answers)
+    return max(verdict.loss, verdict.gradient)
+
+
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.stack(parts)
+
+
+def saved_and_loaded(folder: str) -> list[str]:
+    """A model cut twice, saved by DCP and loaded into one that is cut another way; what did not come back."""
+    import torch.distributed.checkpoint as dcp
+
+    from shardwise.parallel.roles import find_roles
+    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.zero.stages import shard_model
+
+    case = case_of("gpt2")
+    whole, roles = dict(case.model().named_parameters()), find_roles(case.model())
+    root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    first, second = case.model(), case.model()
+    divide_tensor(first, roles, root["tensor"])
+    shard_model(first, [], root["replicate", "shard"], 3, "fp32")
+    dcp.save({"model": dict(first.named_parameters())}, checkpoint_id=folder)
+    divide_tensor(second, roles, mesh_of_all())
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.zero_()
+    dcp.load({"model": dict(second.named_parameters())}, checkpoint_id=folder)
+    return [n for n, p in second.named_parameters() if not torch.equal(_full(p), whole[n])]

@@ -75,7 +75,29 @@ def find_roles(model: Any) -> Roles:
         if (role := _role(name, module, model, seen, name in blocks)) is not None:
             found.setdefault(role.name, []).append(role)
     parts = tuple(_agreed(roles) for roles in found.values())
-    return Roles(parts, tuple(_differences(parts, model)))
+    return Roles(parts, tuple(_differences(parts, model)), _plain(model, seen))
+
+
+def _plain(model: nn.Module, seen: Seen) -> dict[str, str]:
+    """Modules inside of blocks that cannot compute on parts of tensors."""
+    found: dict[str, str] = {}
+    for outer, block in find_blocks(model):
+        for name, module in block.named_modules(prefix=outer):
+            why = "" if is_experts(module) else _unsuited(name, module, seen)
+            if not why or name == outer:
+                continue
+            # Kernels that take a convolution's weight do so from where it is called.
+            above = name.rpartition(".")[0]
+            conv = isinstance(module, nn.modules.conv._ConvNd) and above != outer
+            found.setdefault(pattern_of(above if conv else name), why)
+    return found
+
+
+def _unsuited(name: str, module: nn.Module, seen: Seen) -> str:
+    if name in seen.unsuited:
+        return f"computes {seen.unsuited[name]}, which parts of tensors do not allow"
+    stacks = [p for p in module.parameters(recurse=False) if p.ndim > 2]
+    return "is a stack of matrices with code of its own" if stacks else ""
 
 
 def _role(name: str, module: nn.Module, model: Any, seen: Seen, block: bool) -> Role | None:

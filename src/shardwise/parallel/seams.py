@@ -49,14 +49,15 @@ def local_heads(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _attend(
-    mesh: DeviceMesh, plain: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+    mesh: DeviceMesh, plain: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any,
+    **kwargs: Any,
 ) -> Any:
     """In the attention registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""
     if not isinstance(query, DTensor):
-        return plain(module, query, key, value, mask, **kwargs)
+        return plain(module, query, key, value, attention_mask, **kwargs)
     heads = query.shape[1]
     q, k, v, groups = _local(query, key, value, mesh)
-    mask = _heads_of(mask, mesh, heads, 1)
+    mask = _heads_of(attention_mask, mesh, heads, 1)
     kwargs = {n: _heads_of(x, mesh, heads, PER_HEAD.get(n)) for n, x in kwargs.items()}
     if groups != getattr(module, "num_key_value_groups", 1):
         module = _Grouped(module, groups)

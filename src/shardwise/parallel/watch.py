@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise.adapters.layers import is_linear
+from shardwise.adapters.layers import is_linear, is_transposed
 from shardwise.models.build import find_blocks
 
 RESIDUAL = "residual"
 SCORES = ("scaled_dot_product", "_softmax", "softmax", "_flash_attention", "_efficient_attention")
+# What DTensor has no rule for, or a wrong one, or what kernels of other libraries do in its place.
+UNSUITED = ("nonzero", "convolution", "std", "sort", "bincount", "histc", "masked_scatter", "index_put", "unique_dim")
 CHOICES = ("topk", "argmax", "sort", "one_hot")
 
 
@@ -36,6 +38,7 @@ class Seen:
     attends: set[str] = field(default_factory=set)  # layers whose output meets a softmax over scores
     chooses: set[str] = field(default_factory=set)  # layers whose output is ranked, modules that rank in their forward
     attention: set[str] = field(default_factory=set)  # modules in whose own forward scores were made
+    unsuited: dict[str, str] = field(default_factory=dict)  # modules whose own forward does what parts do not allow
 
     def height(self, name: str, above: frozenset[str] = frozenset()) -> int:
         """Linear layers still to come on the longest way from here to the end of the block."""
@@ -70,6 +73,8 @@ class _Taint(TorchDispatchMode):
         if any(word in operator for word in SCORES) and _is_scores(operator, args):
             self._seen.attends |= names - {RESIDUAL}
             self._seen.attention.update(self._stack[-1:])
+        if names and operator.strip("_") in UNSUITED and self._stack:
+            self._seen.unsuited.setdefault(self._stack[-1], operator.strip("_"))
         if operator in CHOICES:
             self._seen.chooses |= (names - {RESIDUAL}) | set(self._stack[-1:])
         return made
@@ -99,7 +104,7 @@ def _hooks(model: nn.Module, seen: Seen, taint: _Taint, stack: list[str]) -> Ite
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
         if module in inside and is_linear(module):
             handles.append(module.register_forward_pre_hook(_reads(name, seen, taint), with_kwargs=True))
-            handles.append(module.register_forward_hook(_makes(name, taint)))
+            handles.append(module.register_forward_hook(_makes(name, seen, taint)))
         handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
     try:
         yield
@@ -136,10 +141,21 @@ def _reads(name: str, seen: Seen, taint: _Taint) -> Any:
     return hook
 
 
-def _makes(name: str, taint: _Taint) -> Any:
-    def hook(_: Any, __: Any, output: Any) -> None:
+def _makes(name: str, seen: Seen, taint: _Taint) -> Any:
+    def hook(module: Any, args: Any, output: Any) -> None:
+        if not _is_product(module, args, output):
+            seen.unsuited[name] = "more than a product"
         for x in tree_iter(output):
             if isinstance(x, torch.Tensor):
                 taint.of[x] = frozenset({name})
 
     return hook
+
+
+def _is_product(module: Any, args: Any, output: Any) -> bool:
+    """Whether a linear layer of whatever class multiplied with its weight, and no more."""
+    if type(module).forward is nn.Linear.forward or len(args) != 1 or not isinstance(output, torch.Tensor):
+        return type(module).forward is nn.Linear.forward
+    weight = module.weight.t() if is_transposed(module) else module.weight
+    wanted = nn.functional.linear(args[0], weight, module.bias)
+    return wanted.shape == output.shape and torch.allclose(wanted, output, atol=1e-5)
