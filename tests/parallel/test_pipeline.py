@@ -9,7 +9,7 @@ from support import pipelines
 from support.ranks import run_ranks
 
 from shardwise.parallel.pipeline.cut import balance, cut_model
-from shardwise.parallel.pipeline.probe import probe
+from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
 from shardwise.parallel.trial import Case, Refused
 from shardwise.parallel.zoo import tiny_case

@@ -55,15 +55,17 @@ def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any,
         mine = micro_batches_of(case, 4)[place::width]
         for _ in range(2):  # what is left over from a step would show in the next
             model.zero_grad()
-            results = pipeline.step(
-                mine, compute, lambda loss: loss * width, lambda _, last: sharded.prepare_micro_batch(last)
-            )
+            results = pipeline.step(mine, compute, lambda loss: loss * width, told(sharded))
             stages.sum_shared_gradients()
         answer = gathered(stages, results, mesh.get_group("pipeline"))
         losses = [None] * width
         dist.all_gather_object(losses, answer.loss, group=mesh.get_group("shard"))
         found[style, zero, again] = judge(Answer(sum(losses), answer.gradients), wanted)
     return found
+
+
+def told(sharded: ShardedModel) -> Any:
+    return lambda chunk, last: sharded.prepare_micro_batch(last)
 
 
 def packed() -> tuple[Verdict, int]:
