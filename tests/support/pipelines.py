@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.models.attention import install
 from shardwise.models.documents import Documents
-from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, picture, probe
+from shardwise.parallel.naive import explain_idle, spread_model
+from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, probe
 from shardwise.parallel.pipeline_trial import compute, gathered, micro_batches_of, try_pipeline
 from shardwise.parallel.trial import Answer, Case, Verdict, alone, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.zoo import tiny_case
@@ -26,9 +28,9 @@ def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]],
     found = {}
     for kind, task in kinds:
         case = tiny_case(kind, task)
-        wanted = alone(case)
+        wanted, facts = alone(case), probe(case)
         for style, chunks in schedules:
-            answer = try_pipeline(case, mesh, Schedule(style, chunks), micros)  # type: ignore[arg-type]
+            answer = try_pipeline(case, mesh, Schedule(style, chunks), micros, facts)  # type: ignore[arg-type]
             found[kind, style, chunks] = judge(answer, wanted)
     return found
 
@@ -55,15 +57,17 @@ def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any,
         mine = micro_batches_of(case, 4)[place::width]
         for _ in range(2):  # what is left over from a step would show in the next
             model.zero_grad()
-            results = pipeline.step(
-                mine, compute, lambda loss: loss * width, lambda _, last: sharded.prepare_micro_batch(last)
-            )
+            results = pipeline.step(mine, compute, lambda loss: loss * width, told(sharded))
             stages.sum_shared_gradients()
         answer = gathered(stages, results, mesh.get_group("pipeline"))
         losses = [None] * width
         dist.all_gather_object(losses, answer.loss, group=mesh.get_group("shard"))
         found[style, zero, again] = judge(Answer(sum(losses), answer.gradients), wanted)
     return found
+
+
+def told(sharded: ShardedModel) -> Any:
+    return lambda chunk, last: sharded.prepare_micro_batch(last)
 
 
 def packed() -> tuple[Verdict, int]:
@@ -99,18 +103,16 @@ def _packed_loss(model: Any, micro: dict[str, Any]) -> torch.Tensor:
 
 
 def other_uses() -> dict[str, Any]:
-    """Fewer micro-batches than stages, evaluation, logits, the timeline, and what must not work."""
+    """Fewer micro-batches than stages, evaluation, logits, and what must not work."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     case, schedule = tiny_case("gpt2", "causal"), Schedule("1f1b")
     model, whole = case.model(), case.model()
     stages = Stages(model, cut_model(model, probe(case), ranks), rank, ranks, schedule)
     pipeline = Pipeline(stages, group, schedule, CPU)
-    pipeline.record = True
     micros = micro_batches_of(case, 1)
     results = pipeline.step(micros, compute, lambda loss: loss)
     stages.sum_shared_gradients()
     verdict = judge(gathered(stages, results, group), alone(case))
-    spans = pipeline.all_spans()
     evaluated = pipeline.evaluate(micro_batches_of(case, 4), compute)
     with torch.no_grad():
         apart = (pipeline.logits(**case.inputs()) - whole(**case.inputs()).logits).abs().max()
@@ -121,7 +123,29 @@ def other_uses() -> dict[str, Any]:
         alone_error = str(error)
     return {
         "verdict": verdict, "evaluated": sum(e.item() for e in evaluated), "apart": float(apart), "error": alone_error,
-        "loss": alone(case).loss, "bubble": bubble(spans, ranks), "picture": picture(spans, ranks),
+        "loss": alone(case).loss,
         "names": sorted(n for n, _ in model.named_parameters()), "owners": stages.owners,
         "whole": sorted(n for n, _ in whole.named_parameters()),
     }  # fmt: skip
+
+
+def idle() -> tuple[float, float, str]:
+    """The measured share of idle time of a pipeline and of ranks that take turns, where a forward takes long."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    case, schedule = tiny_case("gpt2", "causal"), Schedule("1f1b")
+    model, facts, micros = case.model(), probe(case), micro_batches_of(case, 4)
+    naive = spread_model(case.model(), facts, group, CPU)
+    stages = Stages(model, cut_model(model, facts, ranks), dist.get_rank(), ranks, schedule)
+    pipeline = Pipeline(stages, group, schedule, CPU)
+    pipeline.record = True
+    shares = []
+    for one in (pipeline, naive):
+        for _ in range(2):  # the first step has shapes to tell
+            one.step(micros, _slowly, lambda loss: loss)
+        shares.append(bubble(one.all_spans(), ranks))
+    return (*shares, explain_idle(naive))
+
+
+def _slowly(model: Any, micro: dict[str, Any]) -> torch.Tensor:
+    time.sleep(0.3)
+    return compute(model, micro)

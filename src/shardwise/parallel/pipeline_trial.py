@@ -8,18 +8,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, cut_model, probe
+from shardwise.parallel.pipeline import Facts, Pipeline, Schedule, Stages, cut_model, probe
 from shardwise.parallel.trial import Answer, Case, gradients_of, mean_loss, units_of
 
 MICROS = 2
 
 
-def try_pipeline(case: Case, mesh: DeviceMesh, schedule: Schedule | None = None, micros: int = MICROS) -> Answer:
+def try_pipeline(
+    case: Case, mesh: DeviceMesh, schedule: Schedule | None = None, micros: int = MICROS, facts: Facts | None = None
+) -> Answer:
     """The loss and the gradients of a case as a pipeline over a mesh of one axis computes them."""
     schedule = schedule or Schedule("1f1b")
     group, ranks = mesh.get_group(), mesh.size()
     model = case.model()
-    cut = cut_model(model, probe(case), ranks * schedule.chunks)
+    cut = cut_model(model, facts or probe(case), ranks * schedule.chunks)
     stages = Stages(model, cut, mesh.get_local_rank(), ranks, schedule)
     pipeline = Pipeline(stages, group, schedule, torch.device("cpu"))
     results = pipeline.step(micro_batches_of(case, micros), compute, lambda loss: loss)

@@ -144,7 +144,9 @@ def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
     if ours is None or theirs is None:
         other = ours if ours is not None else theirs
         assert other is not None
-        return float("inf") if other.abs().max() > 0 else 0.0
+        return float("inf") if other.any() else 0.0
     if ours.shape != theirs.shape:
         return float("inf")
+    if not theirs.numel():
+        return 0.0
     return float((ours - theirs).abs().max() / (theirs.abs().max() + 1e-12))

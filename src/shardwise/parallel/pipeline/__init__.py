@@ -1,11 +1,11 @@
 """Pipeline parallelism for any Hugging Face model: its own forward runs on every stage, with stand-ins for the rest.
 
-probe.py watches a tiny model of the same class, cut.py divides the large one, stage.py makes a rank's model of it,
+facts.py watches a tiny model of the same class, cut.py divides the large one, stage.py makes a rank's model of it,
 schedule.py says what is done when, and run.py does it.
 """
 
 from shardwise.parallel.pipeline.cut import Cut, Facts, cut_model
-from shardwise.parallel.pipeline.probe import probe
+from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.run import Pipeline
 from shardwise.parallel.pipeline.schedule import Schedule, Span, bubble, picture
 from shardwise.parallel.pipeline.stage import Boundary, Stages, Stopped

@@ -1,6 +1,6 @@
 """Where a model may be cut: its blocks in the order in which they run, and what passes from one to the next.
 
-What is known comes from a tiny model of the same class (probe.py). A block of the large model is like the tiny one's by
+What is known comes from a tiny model of the same class (facts.py). A block of the large model is like the tiny one's by
 its place in its stack: the first, one in the middle, or the last. An encoder–decoder model has two stacks, the
 encoder's blocks running first.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,13 +81,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a tiny model: its blocks, and as they run; why it cannot be cut before each run ("" if it can); and the names
-    of its parameters outside of the blocks that run."""
+    """Of a tiny model: its blocks, and as they run; the names of its parameters outside of the blocks that run; and why
+    it cannot be cut before a run, which is tried when it is asked for ("" if it can)."""
 
     blocks: tuple[str, ...]
     calls: tuple[Call, ...]
     outside: frozenset[str]
-    faults: tuple[str, ...] = ()
+    fault: Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,19 @@ class Cut:
 def cut_model(model: nn.Module, facts: Facts, stages: int, weights: Mapping[str, float] | None = None) -> Cut:
     """Divides a model into as many chunks, as evenly as may be by the weights of its blocks (default: parameters)."""
     blocks = dict(find_blocks(model))
-    calls, faults = _stretch(facts, list(blocks))
+    calls, like = _stretch(facts, list(blocks))
     if len(calls) < stages:
         raise Refused("", f"{len(calls)} blocks cannot be divided among {stages} stages")
     size = weights or {name: float(sum(p.numel() for p in block.parameters())) for name, block in blocks.items()}
-    allowed = [not fault for fault in faults]
-    ranges = balance([size[call.block] for call in calls], stages, allowed)
-    if ranges is None:
-        fault = next(f for f in faults if f)
-        raise Refused(calls[faults.index(fault)].block, fault)
-    return Cut(tuple(calls), ranges, facts.outside)
+    allowed, faults = [True] * len(calls), [""]
+    while ranges := balance([size[call.block] for call in calls], stages, allowed):
+        for begin, _ in ranges[1:]:
+            if fault := next((fault for at in like[begin] if (fault := facts.fault(at))), ""):
+                allowed[begin] = False
+                faults.append(f"{calls[begin].block}: {fault}")
+        if all(allowed[begin] for begin, _ in ranges):
+            return Cut(tuple(calls), ranges, facts.outside)
+    raise Refused("", faults[-1])
 
 
 def balance(weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()) -> tuple[tuple[int, int], ...] | None:
@@ -151,28 +154,30 @@ def balance(weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()) 
     return tuple(itertools.pairwise((*begins, len(weights))))
 
 
-def _stretch(facts: Facts, names: Sequence[str]) -> tuple[list[Call], list[str]]:
-    """The calls of a model with these blocks, and why it cannot be cut before each."""
-    calls, faults = list(facts.calls), list(facts.faults)
+def _stretch(facts: Facts, names: Sequence[str]) -> tuple[list[Call], list[list[int]]]:
+    """The calls of a model with these blocks, and the tiny ones before which a cut is like one before each."""
+    calls = facts.calls
     if facts.blocks == tuple(names):
-        return calls, faults
-    if len({call.block for call in calls}) < len(calls):
+        return list(calls), [[i] for i in range(len(calls))]
+    called = {call.block for call in calls}
+    if len(called) < len(calls):
         raise Refused(calls[0].block, "it runs several times in a forward, how often in the large model is not known")
     numbered = {name for name in facts.outside if re.search(r"\.\d+(\.|$)", name)}  # lists that are as long as stacks
     stretched: list[Call] = []
-    reasons: list[str] = []
+    like: list[list[int]] = []
     for stack, places in itertools.groupby(range(len(calls)), key=lambda i: _stack(calls[i].block)):
         tiny = list(places)
         wanted = [name for name in names if _stack(name) == stack]
+        if len(tiny) < 2 < len(wanted):
+            raise Refused(stack, "a small model of this class has but one block, which shows too little")
         for i, name in enumerate(wanted):
-            like = _like(i, len(wanted), tiny)
-            call = _merged([calls[j] for j in like], [calls[j] for j in (tiny[1:] if i else tiny[:1])])
+            like.append(tiny[1:] if i else tiny[:1])
+            call = _merged([calls[j] for j in _like(i, len(wanted), tiny)], [calls[j] for j in like[-1]])
             stretched.append(replace(call, block=name, lives=call.lives | numbered))
-            before = [faults[j] for j in (tiny[1:] if i else tiny[:1])]
-            reasons.append(next((fault for fault in before if fault), "") if before else "its stack is too short")
-    if len(stretched) != len(names):
+    idle = {_stack(call.block) for call in calls} & {_stack(name) for name in facts.blocks if name not in called}
+    if idle or not stretched:
         raise Refused("", "the blocks of a small model of this class do not correspond to its own")
-    return stretched, reasons
+    return stretched, like
 
 
 def _stack(block: str) -> str:

@@ -1,14 +1,15 @@
 """Learns how a class of models can be cut, from a tiny one that runs here.
 
 One forward shows the order of the blocks and which of their arguments come from parameters. A forward block by block
-shows which other parameters each of them needs. Then the tiny model is cut in two before each block in turn and has to
-give the loss and the gradients of the whole: what passes from block to block by other ways than arguments (a list of
-all layers' outputs, a cache) shows here and nowhere else.
+shows which other parameters each of them needs. Where the large one is to be cut, the tiny one is cut in two first and
+has to give the loss and the gradients of the whole: what passes from block to block by other ways than arguments (a
+list of all layers' outputs, a cache) shows here and nowhere else.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,11 +31,9 @@ ROWS, WIDTH = 2, 12
 def probe(case: Case) -> Facts:
     """What is true of how models of a class can be cut; takes about a second."""
     model, case = _deep(case)
-    facts = _watch(model, case)
-    facts = _find_lives(copy.deepcopy(model), facts, case)
+    facts = _find_lives(copy.deepcopy(model), _watch(model, case), case)
     wanted = _whole(copy.deepcopy(model), case)
-    faults = [_fault(model, facts, case, at, wanted) for at in range(1, len(facts.calls))]
-    return replace(facts, faults=("", *faults))
+    return replace(facts, fault=functools.cache(lambda at: _fault(model, facts, case, at, wanted) if at else ""))
 
 
 def _deep(case: Case) -> tuple[Any, Case]:
@@ -68,10 +67,12 @@ def _watch(model: nn.Module, case: Case) -> Facts:
     calls: list[Call] = []
     with _hooks(blocks, calls):
         _loss(model, case)
+    if not calls:
+        raise Refused(blocks[0][0], "its code runs without the module being called, so it cannot be intercepted")
     called = tuple({call.block for call in calls})
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     outside = frozenset(n for n in names if not n.startswith(tuple(f"{block}." for block in called)))
-    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside)
+    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda _: "")
 
 
 @contextmanager
