@@ -8,6 +8,7 @@ or masks by itself, makes something else of the part than of the whole: the firs
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,10 @@ SAME = 1e-5  # of the largest: single precision inside of double (norms, rotatio
 
 @dataclass(frozen=True)
 class Findings:
-    """What a model takes: positions or none, counted from `offset`; packed documents or one a row."""
+    """What a model takes: positions (counted from behind the padding's number, as RoBERTa does) or none, and packing."""
 
     positions: bool
-    offset: int
+    behind: bool
     packed: bool
     trouble: str = ""  # with packed documents
 
@@ -56,17 +57,17 @@ def examine(model: Any) -> Findings:
                 "", f"no tiny model of this class runs here, so that nothing is known of it ({error})"
             ) from error
         refusals: list[Refused] = []
-        for positions, offset in _ways(tiny):
+        for positions, behind in ((True, False), (True, True), (False, False)):
             try:
-                _try(tiny, ids, PLAIN, positions, offset)
+                _try(tiny, ids, PLAIN, positions, behind)
             except Refused as refusal:
                 refusals.append(refusal)
                 continue
             try:
-                _try(tiny, ids, PACKED, positions, offset)
+                _try(tiny, ids, PACKED, positions, behind)
             except Refused as refusal:
-                return Findings(positions, offset, False, str(refusal))
-            return Findings(positions, offset, True)
+                return Findings(positions, behind, False, str(refusal))
+            return Findings(positions, behind, True)
     raise refusals[0]
 
 
@@ -83,23 +84,20 @@ def _tiny(model: Any) -> Any:
     return tiny.train()
 
 
-def _ways(model: Any) -> Iterator[tuple[bool, int]]:
-    """How positions may be told: from 0, from behind the padding's number (RoBERTa), or not at all."""
-    yield True, 0
+def first_position(model: Any, behind: bool) -> int:
+    """What a model counts positions from."""
     pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    if pad is not None:
-        yield True, pad + 1
-    yield False, 0
+    return pad + 1 if behind and pad is not None else 0
 
 
-def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], positions: bool, offset: int) -> None:
+def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], positions: bool, behind: bool) -> None:
     documents = Documents.of_lengths(lengths)
     batch = MicroBatch(ids, ids, None, None, documents=documents)
     pieces = [piece[None] for piece in ids.flatten().split(documents.lengths)]
     if documents.alone:
         pieces = [ids]
     truth = torch.cat([model(input_ids=piece, use_cache=False).logits.flatten(0, 1) for piece in pieces])
-    kept = [(m.config, m.config._attn_implementation) for m in model.modules() if hasattr(m, "config")]
+    kept = [(module, module.config) for module in model.modules() if hasattr(module, "config")]
     watch, hooks = _Watch(model), Positions(model)
     try:
         use_registry(model)
@@ -110,7 +108,8 @@ def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], positions: boo
                 watch.begin(None if ranks == 1 else layout)
                 given: dict[str, Any] = {"attention_mask": ContextRows(layout, attends, ids.device)}
                 if positions:
-                    given["position_ids"] = part.position_ids + offset if part.position_ids is not None else None
+                    assert part.position_ids is not None
+                    given["position_ids"] = part.position_ids + first_position(model, behind)
                 logits = model(input_ids=part.input_ids, use_cache=False, **given).logits
                 watch.compare(logits, layout.take(truth.view(*ids.shape, -1)))
     except Refused as refusal:
@@ -119,14 +118,16 @@ def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], positions: boo
         raise Refused(watch.inside, f"{type(error).__name__}: {error}"[:160]) from error
     finally:
         hooks.remove()
-        for config, name in kept:
-            config._attn_implementation = name
+        for module, config in kept:
+            module.config = config
 
 
 def use_registry(model: Any) -> None:
-    """Attention through the registry, under the name whose code paths have no surprises."""
+    """Attention through the registry, under the name whose code paths have no surprises; others may use the config."""
+    copies: dict[int, Any] = {}
     for module in model.modules():
-        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.config = copy.deepcopy(module.config, copies)
             module.config._attn_implementation = "sdpa"
     install(model)
 
@@ -171,7 +172,7 @@ class _Watch:
         if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[1] != width:
             return
         if self._layout is None:
-            self.made[name].append(output)
+            self.made[name].append(output.clone())  # some are changed in place later
         elif (call := self._calls[name]) < len(self.made[name]):
             self._calls[name] += 1
             if not _same(output, self._layout.take(self.made[name][call])):
@@ -205,7 +206,7 @@ class _Attention:
         """In the place of `Attends`."""
         layout, watch = mask.layout, self._watch
         if self._ranks == 1:
-            watch.keys.append((key, value))
+            watch.keys.append((key.clone(), value.clone()))
         if watch.attended >= len(watch.keys):
             raise Refused("", "attends more often to a part of a row than to the whole")
         whole, watch.attended = watch.keys[watch.attended], watch.attended + 1

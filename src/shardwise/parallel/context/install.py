@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.parallel.context.gate import Findings, examine, use_registry
+from shardwise.parallel.context.gate import Findings, examine, first_position, use_registry
 from shardwise.parallel.context.mask import Attends, ContextRows
 from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.ring import Ring
@@ -28,6 +28,7 @@ class Context:
     kind: Kind
     attends: Attends
     findings: Findings
+    first: int  # position of a document's first token
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a batch: the loss over its labels is this rank's share of the sum.
@@ -37,9 +38,8 @@ class Context:
         mine, layout = split_batch(batch, self.ranks, self.rank, zigzag=self.kind == "ring")
         if not self.findings.packed and not _one_a_row(layout.real, layout.documents.lengths):
             raise Refused("", f"takes no packed documents ({self.findings.trouble}): set data.packing: false")
-        positions = mine.position_ids
-        if positions is not None:
-            positions = positions + self.findings.offset if self.findings.positions else None
+        assert mine.position_ids is not None
+        positions = mine.position_ids + self.first if self.findings.positions else None
         mask = ContextRows(layout, self.attends, batch.input_ids.device)
         # A mask that stands for a tensor; see [Note: context masks].
         return replace(mine, position_ids=positions, attention_mask=cast(torch.Tensor, mask))
@@ -62,4 +62,4 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     use_registry(model)
     Positions(model)
     attends: Attends = Ring(group) if kind == "ring" else Ulysses(group)
-    return Context(mesh.size(), mesh.get_local_rank(), kind, attends, findings)
+    return Context(mesh.size(), mesh.get_local_rank(), kind, attends, findings, first_position(model, findings.behind))
