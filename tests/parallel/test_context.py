@@ -1,4 +1,4 @@
-"""Sequences divided over ranks give what one process gives: losses, every gradient, and no more bytes than they must."""
+"""Sequences divided over ranks give what one process gives, loss and gradients, and send no more than they must."""
 
 from __future__ import annotations
 
@@ -214,5 +214,5 @@ def test_heads_that_do_not_divide_are_told_with_those_that_would() -> None:
 
 
 def test_positions_behind_the_padding() -> None:
-    assert examine(tiny_case("roberta", "masked").model()).behind
-    assert not examine(tiny_case("bert", "masked").model()).behind
+    assert examine(tiny_case("roberta", "masked").model()).way.behind
+    assert not examine(tiny_case("bert", "masked").model()).way.behind

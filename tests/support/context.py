@@ -117,10 +117,8 @@ def growing_rotation() -> str:
     config = case.config
     half = config.hidden_size // config.num_attention_heads // 2
     factors = {"short_factor": [1.0] * half, "long_factor": [3.0] * half}
-    config.rope_parameters = {
-        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 14, "partial_rotary_factor": 1.0,
-        **factors,
-    }  # fmt: skip
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 14}
+    config.rope_parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **long, **factors}
     config.original_max_position_embeddings = 14  # rank 1's part of 16 ends at 12
     verdict = judge(try_context(case, mesh, "ring"), alone(case))
     return "" if verdict.right else str(verdict)
