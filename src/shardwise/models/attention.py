@@ -68,7 +68,7 @@ def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwar
     """
     rows = kwargs.get("attention_mask")
     if isinstance(rows, OwnRows):
-        return rows.for_blocks(**kwargs)
+        return rows.for_blocks(partial(mask_documents, plain, standing), **kwargs)
     if not isinstance(rows, RowsMask):
         return plain(*args, **kwargs)
     from transformers import masking_utils

@@ -183,8 +183,8 @@ class RowsMask(StandingRows):
 class OwnRows(StandingRows):
     """Rows that say themselves what the blocks of a model get for them (parallel/context)."""
 
-    def for_blocks(self, **kwargs: Any) -> Any:
-        """What transformers' mask functions are called with in, the mask that the blocks take out."""
+    def for_blocks(self, ask: Callable[..., Any], **kwargs: Any) -> Any:
+        """What transformers' mask functions are called with in, the mask that blocks take out; `ask` makes others."""
         raise NotImplementedError
 
 

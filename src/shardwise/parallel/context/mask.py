@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.models.attention import same_rule
-from shardwise.models.documents import OwnMask, OwnRows
+from shardwise.models.documents import OwnMask, OwnRows, RowsMask
 from shardwise.parallel.context.split import Layout
 from shardwise.parallel.trial import Refused
 
@@ -82,10 +82,30 @@ class ContextRows(OwnRows):
     def typed(self, dtype: torch.dtype) -> ContextRows:
         return ContextRows(self.layout, self.attends, self.device, dtype)
 
-    def for_blocks(self, **kwargs: Any) -> ContextMask:
+    def cumsum(self, dim: int) -> torch.Tensor:
+        """Counts tokens, for positions or biases: from the start of the document, wherever this part begins."""
+        return self.positions + 1
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cumsum and isinstance(args[0], ContextRows):
+            return args[0].positions + 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @cached_property
+    def whole(self) -> Any:
+        """The mask of whole rows: one that knows documents, or where there is but one a row, the tensor."""
+        documents = self.layout.on(self.device)
+        if self.layout.packed or self.layout.real.all():
+            return RowsMask(documents, self.dtype)
+        return self.layout.real.to(self.device, self.dtype)
+
+    def for_blocks(self, ask: Callable[..., Any], **kwargs: Any) -> ContextMask:
         if (kwargs["q_length"], kwargs["kv_length"]) != (self.layout.width, self.layout.width):
             raise Refused("", "masks a sequence of another length than it was given")
-        return ContextMask(self.layout, rule_of(kwargs), self.attends, self.device)
+        documents = self.layout.on(self.device)
+        size = {"q_length": documents.width, "kv_length": documents.width, "attention_mask": RowsMask(documents)}
+        return ContextMask(self.layout, rule_of(kwargs), self.attends, self.device, partial(ask, **kwargs | size))
 
 
 def rule_of(asked: dict[str, Any]) -> Rule:
@@ -116,13 +136,21 @@ class ContextMask(OwnMask):
 
     dtype = torch.bool
 
-    def __init__(self, layout: Layout, rule: Rule, attends: Attends, device: torch.device) -> None:
-        self.layout, self.rule, self.attends, self.device = layout, rule, attends, device
+    def __init__(
+        self, layout: Layout, rule: Rule, attends: Attends, device: torch.device, ask: Callable[[], Any] | None = None
+    ) -> None:
+        self.layout, self.rule, self.attends, self.device, self._ask = layout, rule, attends, device, ask
         self.shape = torch.Size((layout.rows, 1, layout.width, layout.width))
 
     @cached_property
     def real(self) -> torch.Tensor:
         raise Refused("", "computes with its mask outside of transformers' attention functions")
+
+    @cached_property
+    def whole(self) -> Any:
+        """The mask of whole rows, as the model would have been given it without us."""
+        assert self._ask is not None
+        return self._ask()
 
     def attend(
         self, plain: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any

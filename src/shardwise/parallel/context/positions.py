@@ -26,6 +26,7 @@ class Positions:
 
     def __init__(self, model: nn.Module) -> None:
         self._rows: ContextRows | None = None
+        self.divided = False  # whether the batch of the last forward was; a block computed again is of that one
         self._told = False  # whether the model was given positions: then it hands them on
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -48,6 +49,7 @@ class Positions:
     def _begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         found = [x for x in (*args, *kwargs.values()) if isinstance(x, ContextRows)]
         self._rows = found[0] if found else None
+        self.divided = bool(found)
         self._told = kwargs.get("position_ids") is not None
 
     def _end(self, *_: Any) -> None:

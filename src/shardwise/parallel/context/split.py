@@ -25,6 +25,17 @@ from shardwise.parallel.trial import Refused
 Batch = TypeVar("Batch", MicroBatch, RowBatch)
 
 
+def chunks_of(ranks: int, rank: int, zigzag: bool) -> tuple[int, int]:
+    """The chunks of a rank, in the order of the row."""
+    return (rank, 2 * ranks - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
+
+
+def take_columns(whole: torch.Tensor, ranks: int, rank: int, zigzag: bool, dim: int) -> torch.Tensor:
+    """A rank's part, along a dimension, of something that has all columns."""
+    chunk = whole.shape[dim] // (2 * ranks)
+    return torch.cat([whole.narrow(dim, c * chunk, chunk) for c in chunks_of(ranks, rank, zigzag)], dim)
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The documents of whole rows (padding is one more, at the end) and the part of them that a rank holds."""
@@ -51,12 +62,16 @@ class Layout:
 
     def chunks(self, rank: int) -> tuple[int, int]:
         """The chunks of a rank, in the order of the row."""
-        return (rank, 2 * self.ranks - 1 - rank) if self.zigzag else (2 * rank, 2 * rank + 1)
+        return chunks_of(self.ranks, rank, self.zigzag)
 
     def take(self, whole: torch.Tensor, rank: int | None = None, dim: int = 1) -> torch.Tensor:
         """A rank's columns of something that has them all; this rank's if none is named."""
-        first, second = self.chunks(self.rank if rank is None else rank)
-        return torch.cat([whole.narrow(dim, c * self.chunk, self.chunk) for c in (first, second)], dim)
+        return take_columns(whole, self.ranks, self.rank if rank is None else rank, self.zigzag, dim)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds more than a document and padding."""
+        return len(self.documents.lengths) > int((~self.real).any(1).sum()) + self.rows
 
     def on(self, device: torch.device) -> Documents:
         """The documents with what is computed from them on a device."""

@@ -1,0 +1,175 @@
+"""What ranks do in the tests of context parallelism; each function runs on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.data.loader import MicroBatch
+from shardwise.models.build import find_blocks
+from shardwise.models.documents import Documents
+from shardwise.parallel.context.install import Context, install_context
+from shardwise.parallel.context_trial import inputs_of, try_context
+from shardwise.parallel.trial import Answer, Case, alone, gradients_of, judge, mean_loss, units_of
+from shardwise.parallel.zoo import tiny_case
+
+LENGTHS = [[13, 3, 7], [21], [2, 17]]  # a width that ranks do not divide; windows of tiny models are 8 long
+
+
+def mesh_of(ranks: int) -> Any:
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("context",))
+
+
+def families(names: list[str], task: Any, kinds: list[Any]) -> dict[str, str]:
+    """What differs from one process, by family and kind."""
+    mesh, wrong = mesh_of(dist.get_world_size()), {}
+    for name in names:
+        case = tiny_case(name, task)
+        wanted = alone(case)
+        for kind in kinds:
+            verdict = judge(try_context(case, mesh, kind), wanted)
+            if not verdict.right:
+                wrong[f"{name} {kind}"] = str(verdict)
+    return wrong
+
+
+def packed_batch(case: Case) -> MicroBatch:
+    """Documents of LENGTHS in rows; nothing is predicted across them."""
+    documents = Documents.of_lengths(LENGTHS)
+    ids, labels = case.inputs(3, 23)["input_ids"], case.labels(3, 23).clone()
+    labels[:, :-1][documents.positions[:, 1:] == 0] = -100
+    labels[~_real(documents)] = -100
+    return MicroBatch(ids, labels, documents.positions, None, documents=documents)
+
+
+def _real(documents: Documents) -> torch.Tensor:
+    lengths = torch.tensor([sum(row) for row in LENGTHS])
+    return torch.arange(documents.width) < lengths[:, None]
+
+
+def one_at_a_time(case: Case, batch: MicroBatch) -> Answer:
+    """One process, one document after the other."""
+    model, documents = case.model(), batch.documents
+    assert documents is not None
+    units, total = units_of(batch.labels), torch.zeros((), dtype=case.dtype)
+    ids, labels = (x.flatten().split(documents.lengths) for x in (batch.input_ids, batch.labels))
+    for piece, wanted in zip(ids, labels, strict=True):
+        total = total + mean_loss(model(input_ids=piece[None], use_cache=False).logits, wanted[None], units)
+    total.backward()
+    return Answer(total.item(), gradients_of(model))
+
+
+def divided(model: Any, context: Context, batch: MicroBatch, mesh: Any) -> Answer:
+    """The same divided over ranks."""
+    part = context.split(batch)
+    loss = mean_loss(model(**inputs_of(part)).logits, part.labels, units_of(batch.labels))
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+    return Answer(total.item(), gradients_of(model))
+
+
+def packed(names: list[str], kinds: list[Any], recomputed: bool) -> dict[str, str]:
+    """What differs from one document at a time, by family and kind."""
+    from torch.distributed._composable import checkpoint
+
+    mesh, wrong = mesh_of(dist.get_world_size()), {}
+    for name in names:
+        case = tiny_case(name, "causal")
+        batch = packed_batch(case)
+        wanted = one_at_a_time(case, batch)
+        for kind in kinds:
+            model = case.model()
+            context = install_context(model, mesh, kind)
+            for _, block in find_blocks(model) if recomputed else []:
+                checkpoint(block)
+            verdict = judge(divided(model, context, batch, mesh), wanted)
+            if not verdict.right:
+                wrong[f"{name} {kind}"] = str(verdict)
+    return wrong
+
+
+def padded() -> str:
+    """Rows of different lengths with a mask of ones and zeros, against the same rows in one process."""
+    case, mesh = tiny_case("qwen3", "causal"), mesh_of(dist.get_world_size())
+    ids, labels = case.inputs(3, 23)["input_ids"], case.labels(3, 23).clone()
+    mask = torch.arange(23) < torch.tensor([23, 9, 14])[:, None]
+    labels[~mask] = -100
+    model = case.model()
+    loss = mean_loss(model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits, labels, units_of(labels))
+    loss.backward()
+    wanted = Answer(loss.item(), gradients_of(model))
+    model = case.model()
+    context = install_context(model, mesh, "ring")
+    verdict = judge(divided(model, context, MicroBatch(ids, labels, None, mask.long()), mesh), wanted)
+    return "" if verdict.right else str(verdict)
+
+
+def growing_rotation() -> str:
+    """LongRoPE, whose frequencies hang on the longest position of the batch."""
+    case, mesh = tiny_case("phi3", "causal"), mesh_of(dist.get_world_size())
+    config = case.config
+    half = config.hidden_size // config.num_attention_heads // 2
+    factors = {"short_factor": [1.0] * half, "long_factor": [3.0] * half}
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 14}
+    config.rope_parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **long, **factors}
+    config.original_max_position_embeddings = 14  # rank 1's part of 16 ends at 12
+    verdict = judge(try_context(case, mesh, "ring"), alone(case))
+    return "" if verdict.right else str(verdict)
+
+
+def wire_bytes(kind: Any) -> tuple[float, dict[str, list[int]], dict[str, int]]:
+    """A step of tiny llama: gradients' distance, bytes this rank sent by direction, and the sizes they follow from."""
+    from shardwise.parallel.context import ring, ulysses
+
+    case, mesh = tiny_case("llama", "causal"), mesh_of(dist.get_world_size())
+    case.config.num_key_value_heads = 2
+    sent: dict[str, list[int]] = {"forward": [], "backward": []}
+    now = "forward"
+    pass_on, exchange = dist.batch_isend_irecv, dist.all_to_all_single
+
+    def count_ring(operations: list[Any]) -> Any:
+        sent[now] += [o.tensor.nbytes for o in operations if o.op is dist.isend]
+        return pass_on(operations)
+
+    def count_exchange(arriving: torch.Tensor, leaving: torch.Tensor, **kwargs: Any) -> Any:
+        sent[now].append(leaving.nbytes)
+        return exchange(arriving, leaving, **kwargs)
+
+    ring.dist.batch_isend_irecv, ulysses.dist.all_to_all_single = count_ring, count_exchange
+    model = case.model()
+    context = install_context(model, mesh, kind)
+    labels = case.labels()
+    part = context.split(MicroBatch(case.inputs()["input_ids"], labels, None, None))
+    loss = mean_loss(model(**inputs_of(part)).logits, part.labels, units_of(labels))
+    now = "backward"
+    loss.backward()
+    ring.dist.batch_isend_irecv, ulysses.dist.all_to_all_single = pass_on, exchange
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    wanted = alone(case)
+    apart = judge(Answer(wanted.loss, gradients_of(model)), wanted).gradient
+    config = model.config
+    token = config.head_dim * 8 * part.input_ids.numel()  # one head of this rank's part
+    sizes = {
+        "layers": config.num_hidden_layers, "queries": config.num_attention_heads * token,
+        "keys": config.num_key_value_heads * token,
+    }  # fmt: skip
+    return apart, sent, sizes
+
+
+def refusal(name: str, task: Any = "causal") -> str:
+    """What is said of a family that cannot be divided."""
+    from shardwise.parallel.trial import Refused
+
+    try:
+        try_context(tiny_case(name, task), mesh_of(dist.get_world_size()))
+    except Refused as refused:
+        return str(refused)
+    return ""
