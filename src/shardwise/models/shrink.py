@@ -17,34 +17,39 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (WIDTH, (
         "hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim", "model_dim",
         "projection_dim", "encoder_hidden_size", "lru_width", "time_mix_extra_dim",
-        "query_pre_attn_scalar", "conv_dim", "hidden_dim_base", "embed_dim",
+        "query_pre_attn_scalar", "conv_dim", "hidden_dim_base", "embed_dim", "hidden_size_global", "ple_embed_dim",
+        "embedding_dim", "output_dim", "output_channels", "nemo_conv_channels", "ext_pw_out_channel",
+        "depthwise_separable_out_channel", "downsample_hidden_size",
     )),
     (INNER, (
         "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim", "encoder_ffn_dim",
         "decoder_ffn_dim", "ffn_embed_dim", "shared_intermediate_size", "d_inner", "mlp_hidden_size",
         "dense_intermediate_size", "intermediate_size_mlp", "block_ff_dim", "dense_ffn_hidden_size",
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "attention_hidden_size", "dff",
+        "dim_ff", "mlp_dim", "feed_forward_size", "mamba_d_ssm",
     )),
     (HEADS, (
         "num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
-        "linear_num_value_heads", "num_attention_heads_per_layer",
+        "linear_num_value_heads", "num_attention_heads_per_layer", "linear_num_heads",
     )),
     (GROUPS, (
         "num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_query_groups", "linear_num_key_heads",
-        "num_key_value_groups", "index_n_heads", "num_global_key_value_heads", "swa_num_key_value_heads",
+        "num_key_value_groups", "index_n_heads", "indexer_n_heads", "kv_n_heads", "num_global_key_value_heads",
+        "swa_num_key_value_heads", "num_filters",
     )),
     (HEAD, (
         "head_dim", "d_kv", "d_head", "qk_nope_head_dim", "v_head_dim", "kv_channels", "linear_key_head_dim",
         "linear_value_head_dim", "index_head_dim", "attention_head_size", "global_head_dim",
-        "swa_head_dim",
+        "swa_head_dim", "dim_head", "linear_head_dim", "indexer_head_dim",
     )),
     (LAYERS, (
-        "num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers",
+        "num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers", "num_blocks",
     )),
     (2, (
         "num_encoder_layers", "encoder_layers", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k",
         "moe_k", "num_selected_experts", "top_k_experts", "altup_num_inputs", "first_k_dense_replace_layers",
-        "num_hidden_groups_inner", "attn_layer_period", "expert_layer_period",
+        "num_hidden_groups_inner", "attn_layer_period", "expert_layer_period", "indexer_compress_ratio",
+        "zero_expert_num",
     )),
     (EXPERTS, (
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_num",
@@ -52,21 +57,23 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (16, (
         "moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "q_lora_rank", "kv_lora_rank",
         "o_lora_rank", "expert_intermediate_size", "moe_latent_size", "attention_head_dim",
+        "embedding_rank", "hc_lowrank",
     )),
     (4, ("rotary_dim", "qk_rope_head_dim", "laurel_rank", "mamba_dt_rank", "time_step_rank")),
     (1, (
         "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts", "mamba_n_groups",
         "n_groups", "num_nextn_predict_layers_used", "num_hidden_groups", "inner_group_num", "attn_layer_offset",
-        "expert_layer_offset",
+        "expert_layer_offset", "indexer_kv_heads",
     )),
     (8, (
         "mamba_d_state", "state_size", "ssm_state_size", "mamba_n_heads", "mamba_num_heads", "mamba_d_head",
         "mamba_head_dim", "chunk_size", "mamba_chunk_size", "sliding_window", "index_topk", "attention_window",
         "hidden_size_per_layer_input", "attention_chunk_size", "window_size", "local_attention", "block_size",
+        "indexer_budget", "local_attn_chunk_length", "lsh_attn_chunk_length",
     )),
     (VOCABULARY, (
         "vocab_size", "vocab_size_per_layer_input", "entity_vocab_size", "pronunciation_vocab_size", "shape_vocab_size",
-        "src_vocab_size", "tgt_vocab_size",
+        "src_vocab_size", "tgt_vocab_size", "ngram_vocab_size_base", "encoder_hash_byte_group_vocab",
     )),
     (POSITIONS, (
         "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions", "max_target_positions",
@@ -93,20 +100,26 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
             if (old is None and name in OPTIONAL) or isinstance(old, dict):
                 continue
             size = layers if SIZES[name] == LAYERS and "layer" in name else SIZES[name]
-            size = 1 if (old == 1 and "exp" in name) or (old == 1 and "top" in name) else size
+            if old == 1 and ("top" in name or ("exp" in name and "moe" not in kind.model_type)):
+                size = 1
             changed[name] = [size for _ in range(layers)] if isinstance(old, (list, tuple)) else size
         elif ("drop" in name and isinstance(old, float)) or name in NOISE:
             changed[name] = 0.0
+        elif name == "depths" and isinstance(old, (list, tuple)):
+            changed[name] = [1 for _ in old]
         elif name in SPECIAL:
             changed[name] = SPECIAL[name]
         elif name in ("rope_parameters", "rope_scaling"):
-            changed[name] = _rope(old)
+            changed[name] = _rope(old, values.get("layer_types"))
         elif isinstance(old, (list, tuple)) and old and len(old) == _depth(config) and len(old) > 1:
             changed[name] = _kinds(list(old), layers)
-    _keep_ratios(config, changed)
+    _keep_ratios(config, changed, layers)
     inner = {name: shrink(getattr(config, name), layers) for name in _inner(config)}
     made = kind(**{**_switches(config), **{k: v for k, v in changed.items() if v is not None}, **inner})
     made.use_cache = False
+    attention: Any = getattr(made, "attn_config", None)
+    if hasattr(attention, "kv_n_heads"):
+        attention.rope_theta, attention.clip_qkv = 10000.0, 8  # dbrx cannot do without, whatever its class says
     if getattr(made, "is_encoder_decoder", False):
         made.decoder_start_token_id = 0
     return made
@@ -137,9 +150,18 @@ def _switches(config: Any) -> dict[str, Any]:
     return {n: copy.deepcopy(v) for n, v in found.items() if isinstance(v, (bool, str, float)) and n[0] != "_"}
 
 
-def _rope(old: Any) -> Any:
-    """Scaled positions as plain ones: at 128 of them nothing is scaled."""
-    if not isinstance(old, dict) or any(isinstance(v, dict) for v in old.values()):
+def _rope(old: Any, kinds: Any) -> Any:
+    """Scaled positions as plain ones: at 128 of them nothing is scaled; kinds of layers may have their own."""
+    if old == {} and kinds:
+        plain = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [1, 1, HEAD // 2 - 2]}
+        return {kind: dict(plain) for kind in kinds}
+    if isinstance(old, dict) and any(isinstance(v, dict) for v in old.values()):
+        made = copy.deepcopy(old)
+        for each in (v for v in made.values() if isinstance(v, dict)):
+            if HEAD * each.get("partial_rotary_factor", 1.0) < 4:
+                each["partial_rotary_factor"] = 0.5
+        return made
+    if not isinstance(old, dict):
         return copy.deepcopy(old)
     return {"rope_theta": 10000.0, **old, "rope_type": "default"}
 
@@ -157,8 +179,8 @@ def _kinds(old: list[Any], layers: int) -> list[Any]:
     return [kinds[i % len(kinds)] for i in range(layers)]
 
 
-def _keep_ratios(config: Any, changed: dict[str, Any]) -> None:
-    """What hangs together in the large model does in the small one."""
+def _keep_ratios(config: Any, changed: dict[str, Any], layers: int) -> None:
+    """What hangs together in the large model does in the small one; what must be said is said."""
     old = dict(_values(config))
     for name in ("num_key_value_heads", "num_kv_heads", "n_kv_heads"):
         # Latent attention has no groups.
@@ -170,3 +192,7 @@ def _keep_ratios(config: Any, changed: dict[str, Any]) -> None:
         changed["num_heads"] = WIDTH * int(old["expand"]) // HEAD
     if "languages" in old and "default_language" in old:
         changed["default_language"] = old["languages"][0]
+    if "conv_L_cache" in old and not old.get("layer_types"):
+        changed["layer_types"] = _kinds(["conv", "full_attention"], layers)
+    if "axial_pos_embds" in old:  # the factors of a fixed length
+        changed |= {"axial_pos_embds": False, "hash_seed": 0}
