@@ -69,7 +69,7 @@ def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bo
     """Divides a model in place, on `meta` without memory; `roles` are those of a bare model of its class."""
     tensor = TensorParallel(mesh, sequence)
     parts = {part.name: part for part in roles.parts}
-    named = dict(model.named_modules())
+    named = {name: module for name, module in model.named_modules() if not _is_hollow(module)}
     elsewhere = [name for name, module in named.items() if _is_divided(module)]  # the expert axis has been here
     plain = [n for n in named if pattern_of(n) in roles.plain and not any(_within(e, [n]) for e in elsewhere)]
     free = {n: m for n, m in named.items() if n not in elsewhere and not _within(n, plain)}
@@ -95,6 +95,11 @@ def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bo
 
 def _within(name: str, outer: Sequence[str]) -> bool:
     return any(name == one or name.startswith(one + ".") for one in outer)
+
+
+def _is_hollow(module: nn.Module) -> bool:
+    """Whether a module's parameters lie on another pipeline stage."""
+    return bool(module._parameters) and all(p is None for p in module._parameters.values())
 
 
 def _is_divided(module: nn.Module) -> bool:
