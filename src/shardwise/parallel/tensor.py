@@ -90,6 +90,7 @@ def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bo
             tensor.whole[name] = part.why if part is not None and part.why else _reason(module, part)
         if module in inside and _owns_matrices(module, cuts, name):
             module.register_forward_pre_hook(partial(_gather_inputs, tensor), with_kwargs=True)
+            module.register_forward_hook(partial(_pin_outputs, tensor))
     return tensor
 
 
@@ -204,6 +205,16 @@ def _gather_inputs(tensor: TensorParallel, module: nn.Module, args: Any, kwargs:
         return gather(x) if isinstance(x, DTensor) and x.placements == (Shard(1),) and x.ndim == 3 else x
 
     return tree_map(gathered, args), tree_map(gathered, kwargs)
+
+
+def _pin_outputs(tensor: TensorParallel, module: nn.Module, args: Any, output: Any) -> Any:
+    """What is whole gets a whole gradient, whatever reads it."""
+
+    def pinned(x: Any) -> Any:
+        whole = isinstance(x, DTensor) and x.placements == (Replicate(),) and x.requires_grad
+        return wrap(to_local(x, Replicate()), tensor.mesh, Replicate(), x.shape) if whole else x
+
+    return tree_map(pinned, output)
 
 
 def gather(x: DTensor) -> DTensor:
