@@ -49,7 +49,13 @@ def local_heads(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _attend(
-    mesh: DeviceMesh, plain: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any,
+    mesh: DeviceMesh,
+    plain: Callable[..., Any],
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
     **kwargs: Any,
 ) -> Any:
     """In the attention registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""
@@ -139,7 +145,9 @@ def local_experts(
     mesh: DeviceMesh, module: Any, forward: Callable[..., Any], hidden: Any, index: Any, weights: Any, *rest: Any
 ) -> DTensor:
     """A stack of experts, of which this rank has some, on the tokens that chose those."""
-    hidden, index, weights = (to_whole(x, mesh).redistribute(placements=[Replicate()]) for x in (hidden, index, weights))
+    hidden, index, weights = (
+        to_whole(x, mesh).redistribute(placements=[Replicate()]) for x in (hidden, index, weights)
+    )
     flat, chosen, shares = to_local(hidden, Partial()), index.to_local(), to_local(weights, Partial())
     with local_parameters(module, Partial()):
         stack: Any = next(iter(module.parameters(recurse=False)))
