@@ -225,7 +225,7 @@ def block_traffic() -> list[list[tuple[str, int]]]:
 
 
 def head_traffic(joined: bool) -> tuple[float, float, str, list[tuple[str, int]], int, int]:
-    """Loss over a cut vocabulary, by head and loss as one or by logits: how far off, and the collectives of the step."""
+    """Loss over a cut vocabulary, by head and loss as one or by logits: how far off, and what the step moves."""
     from shardwise.objectives.head import HeadLoss, token_losses
     from shardwise.parallel.roles import find_roles
     from shardwise.parallel.tensor import divide_tensor

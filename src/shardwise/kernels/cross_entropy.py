@@ -48,7 +48,7 @@ def cross_entropy_reference_(logits: torch.Tensor, labels: torch.Tensor, ignore:
 def cross_entropy_parallel_(
     logits: torch.Tensor, labels: torch.Tensor, ignore: int, gradient: bool, first: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The same where each rank of a group has some columns of the logits, from `first` on; three numbers a row travel."""
+    """Where each rank of a group has some columns of the logits, from `first` on: three numbers a row travel."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     learned = labels != ignore
     highest = wide.amax(1) if wide.shape[1] else wide.new_full((len(wide),), -torch.inf)

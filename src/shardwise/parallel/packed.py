@@ -1,7 +1,8 @@
 """Weights in few bits (adapters/quantized.py) under tensor parallelism.
 
-Rows of bytes are dealt out as they are. Where a layer is cut along its rows each rank packs its own slice of the columns,
-with scales of its own: between blocks of a scale, so that the codes are those of the whole row.
+Rows of bytes are dealt out as they are. Where a layer is cut along its rows each rank packs its own slice of the
+columns, with scales of its own: between blocks of a scale, so that the codes are those of the whole row (in 8 bits,
+where a row has one scale, they are finer).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def slice_packed(module: Any, cut: str, mesh: DeviceMesh) -> None:
         module.weight = nn.Parameter(torch.empty(len(weight), bytes_of_all, dtype=torch.int8, device="meta"), False)
     else:
         parts = packing.unpack(weight, torch.float32).split(form.columns, 1)
-        packed = [packed_parameter(part, Packing(part.shape, form)) for part in parts]
+        packed: list[torch.Tensor] = [packed_parameter(part, Packing(part.shape, form)) for part in parts]
         module.weight = nn.Parameter(torch.cat(packed, 1), False)
     module.packings["weight"] = replace(packing, form=form, start=mesh.get_local_rank() * form.columns)
     if isinstance(module, LoraLayer) and module.lora_form is not None:

@@ -67,7 +67,7 @@ def inputs_for(model: Any, vocabulary: int) -> dict[str, torch.Tensor]:
 
 def find_roles(model: Any) -> Roles:
     """The roles in a model that can run here, which a shrunk one can (models/shrink.py)."""
-    model.eval()
+    model.train()  # the code that will run
     seen = watch_forward(model, inputs_for(model, model.config.get_text_config(decoder=True).vocab_size))
     found: dict[str, list[Role]] = {}
     blocks = {name for name, _ in find_blocks(model)}
@@ -79,18 +79,25 @@ def find_roles(model: Any) -> Roles:
 
 
 def _plain(model: nn.Module, seen: Seen) -> dict[str, str]:
-    """Modules inside of blocks that cannot compute on parts of tensors."""
+    """Modules that cannot compute on parts of tensors."""
     found: dict[str, str] = {}
-    for outer, block in find_blocks(model):
-        for name, module in block.named_modules(prefix=outer):
-            why = "" if is_experts(module) else _unsuited(name, module, seen)
-            if not why or name == outer:
-                continue
-            # Kernels that take a convolution's weight do so from where it is called.
-            above = name.rpartition(".")[0]
-            conv = isinstance(module, nn.modules.conv._ConvNd) and above != outer
-            found.setdefault(pattern_of(above if conv else name), why)
-    return found
+    blocks = [name for name, _ in find_blocks(model)]
+    above = {one for name in blocks for one in _paths(name)} | {""}
+    for name, module in model.named_modules():
+        why = "" if is_experts(module) or name in above else _unsuited(name, module, seen)
+        if not why:
+            continue
+        # Kernels that take a convolution's weight do so from where it is called.
+        conv = isinstance(module, nn.modules.conv._ConvNd) and (owner := _owner(name)) not in above
+        found.setdefault(pattern_of(owner if conv else name), why)
+    inner = {name for name in found for other in found if name.startswith(other + ".")}
+    return {name: why for name, why in found.items() if name not in inner}
+
+
+def _paths(name: str) -> list[str]:
+    """A name and those of all that it is in."""
+    parts = name.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def _unsuited(name: str, module: nn.Module, seen: Seen) -> str:

@@ -49,7 +49,13 @@ def local_heads(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _attend(
-    mesh: DeviceMesh, plain: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any,
+    mesh: DeviceMesh,
+    plain: Callable[..., Any],
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
     **kwargs: Any,
 ) -> Any:
     """In the attention registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""

@@ -1,68 +1,31 @@
 """Tensor and sequence parallelism for any model: every parameter a DTensor, every tensor between layers too.
 
-The model's own code runs unchanged: it sees whole shapes (`view(batch, width, heads, -1)` means what it says) while each
-rank holds and computes its part. Between the sub-layers of a block the hidden states lie cut along the sequence; a layer
-cut by its outputs (column) takes them gathered, a layer cut by its inputs (row) leaves sums that are scattered along the
-sequence again: Megatron's two gathers and two scatters a block and direction.
-
-[Note: plain inside] A cut layer, a stack of experts, and whatever DTensor cannot compute (`Roles.plain`) run on plain
-tensors: the layer's inputs and parameters are exchanged for this rank's part of them, the layer's own forward is called
-(of any class: with an adapter, or with a weight in few bits), and what it made is a DTensor again. Whatever is whole on
-every rank there but multiplied with a part has a gradient that is a part of the sum.
+The model's own code runs unchanged: it sees whole shapes (`view(batch, width, heads, -1)` means what it says) while
+each rank holds and computes its part. Between the sub-layers of a block the hidden states lie cut along the sequence; a
+layer cut by its outputs (column) takes them gathered, a layer cut by its inputs (row) leaves sums that are scattered
+along the sequence again: Megatron's two gathers and two scatters a block and direction. What cut layers do is in
+cut_layers.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_map
 
-from shardwise.adapters.layers import AdapterLayer, LoraLayer, is_linear, is_transposed
+from shardwise.adapters.layers import AdapterLayer, is_linear, is_transposed
 from shardwise.models.build import find_blocks
-from shardwise.parallel.local import local_parameters, to_local, to_whole, wrap
+from shardwise.parallel.cut_layers import TensorParallel, exchange
+from shardwise.parallel.local import wrap
 from shardwise.parallel.packed import can_slice, is_packed, slice_packed, whole_features
 from shardwise.parallel.roles import Role, Roles, pattern_of
-from shardwise.parallel.seams import local_experts, local_heads
-from shardwise.parallel.streams import local_dropout, own_stream
 from shardwise.parallel.trial import Refused
 
-Forward = Callable[..., Any]
-
-
-class TensorParallel:
-    """A model divided over the ranks of an axis; `whole` says what is not, and why."""
-
-    def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
-        self.mesh, self.sequence = mesh, sequence
-        self.whole: dict[str, str] = {}
-
-    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What to pass to the model's forward for what is the same on every rank of the axis."""
-        return {n: to_whole(x, self.mesh) if _is_floats(x) else x for n, x in given.items()}
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """To be held around forward and backward: what is computed again there must find the same seams."""
-        dispatcher: Any = DTensor._op_dispatcher
-        before = dispatcher._allow_implicit_replication
-        dispatcher._allow_implicit_replication = True
-        try:
-            with local_heads(self.mesh), local_dropout(self.mesh):
-                yield
-        finally:
-            dispatcher._allow_implicit_replication = before
-
-    def between(self, x: DTensor) -> Placement:
-        """How hidden states lie between layers."""
-        return Shard(1) if self.sequence and x.ndim == 3 else Replicate()
+__all__ = ["TensorParallel", "divide_tensor"]
 
 
 def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bool = True) -> TensorParallel:
@@ -80,16 +43,19 @@ def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bo
     _divide_parameters(named, cuts, mesh)
     for name in plain:
         tensor.whole[name] = roles.plain[pattern_of(name)]
-        _exchange(named[name], _plain, tensor)
-    blocks = {module for _, module in find_blocks(model)}
-    inside = {module for block in blocks for module in block.modules()} - blocks
+        exchange(named[name], tensor.plain, named[name])
+    blocks = dict(find_blocks(model))
+    inside = {module for block in blocks.values() for module in block.modules()} - set(blocks.values())
     for name, module in free.items():
         part = parts.get(pattern_of(name))
-        _hook(tensor, module, cuts[name])
+        _hook(tensor, name, module, cuts[name])
         if cuts[name] == "whole" and _has_matrix(module):
             tensor.whole[name] = part.why if part is not None and part.why else _reason(module, part)
         if module in inside and _owns_matrices(module, cuts, name):
-            module.register_forward_pre_hook(partial(_gather_inputs, tensor), with_kwargs=True)
+            module.register_forward_pre_hook(tensor.gather_inputs, with_kwargs=True)
+            module.register_forward_hook(tensor.pin_outputs)
+        if not any(_within(block, [name]) for block in blocks if block != name) and _is_code(module):
+            exchange(module, tensor.carefully, name, module)
     return tensor
 
 
@@ -106,8 +72,9 @@ def _is_divided(module: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
 
 
-def _is_floats(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+def _is_code(module: nn.Module) -> bool:
+    """Whether a module does something with parameters besides calling torch on its own."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -181,77 +148,16 @@ def _part_of(parameter: nn.Parameter, mesh: DeviceMesh, where: Placement) -> nn.
     return nn.Parameter(wrap(local, mesh, where, whole.shape), requires_grad=parameter.requires_grad)
 
 
-def _exchange(module: Any, forward: Forward, tensor: TensorParallel, *args: Any) -> None:
-    module.forward = partial(forward, tensor, module, module.forward, *args)
-
-
-def _hook(tensor: TensorParallel, module: Any, cut: str) -> None:
+def _hook(tensor: TensorParallel, name: str, module: nn.Module, cut: str) -> None:
     if isinstance(module, AdapterLayer):
         module.tensor_mesh = tensor.mesh
     if cut == "column":
-        if is_transposed(module):
-            module.nf = module.weight.to_local().shape[1]  # Conv1D gives its output this width by name
-        _exchange(module, _column, tensor, whole_features(module)[1])
+        exchange(module, tensor.column, module, whole_features(module)[1])
     elif cut == "row":
-        _exchange(module, _row, tensor)
-        if isinstance(module, LoraLayer):
-            module.lora_group = tensor.mesh.get_group()
+        exchange(module, tensor.row, module)
     elif cut == "experts":
-        module.forward = partial(local_experts, tensor.mesh, module, module.forward)
+        exchange(module, tensor.experts, module)
     elif cut == "plain":
-        _exchange(module, _plain, tensor)
+        exchange(module, tensor.plain, module)
     elif cut == "vocabulary":
-        module.register_forward_hook(partial(_scatter_output, tensor))
-
-
-def _gather_inputs(tensor: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    def gathered(x: Any) -> Any:
-        return gather(x) if isinstance(x, DTensor) and x.placements == (Shard(1),) and x.ndim == 3 else x
-
-    return tree_map(gathered, args), tree_map(gathered, kwargs)
-
-
-def gather(x: DTensor) -> DTensor:
-    """Whole on every rank; once for all layers that read the same tensor, and so once in backward."""
-    if x.placements == (Replicate(),):
-        return x
-    known: DTensor | None = getattr(x, "_gathered", None)
-    if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
-        known = x.redistribute(placements=[Replicate()])
-        x._gathered = known  # type: ignore[attr-defined]
-    return known
-
-
-def _scatter_output(tensor: TensorParallel, module: nn.Module, args: Any, output: Any) -> Any:
-    if not isinstance(output, DTensor):
-        return output
-    where = tensor.between(output)
-    return wrap(to_local(output.redistribute(placements=[where]), where), tensor.mesh, where, output.shape)
-
-
-def _column(tensor: TensorParallel, module: nn.Module, forward: Forward, width: int, x: torch.Tensor) -> DTensor:
-    with local_parameters(module, Partial()):
-        y = forward(to_local(gather(to_whole(x, tensor.mesh)), Partial()))
-    shape = torch.Size((*y.shape[:-1], width))
-    return wrap(y, tensor.mesh, Shard(y.ndim - 1), shape)
-
-
-def _row(tensor: TensorParallel, module: nn.Module, forward: Forward, x: torch.Tensor) -> DTensor:
-    where = Shard(x.ndim - 1)
-    local = to_local(to_whole(x, tensor.mesh).redistribute(placements=[where]), where)
-    drops = module.training and getattr(module, "lora_dropout", 0)
-    with local_parameters(module, Partial(), once=("bias",)), own_stream(tensor.mesh) if drops else nullcontext():
-        y = forward(local)
-    whole = wrap(y, tensor.mesh, Partial(), y.shape)
-    return whole.redistribute(placements=[tensor.between(whole)])
-
-
-def _plain(tensor: TensorParallel, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Computes a module whole on every rank, on plain tensors."""
-
-    def enter(x: Any) -> Any:
-        return to_local(gather(x), Replicate()) if isinstance(x, DTensor) else x
-
-    with local_parameters(module, Replicate(), deep=True):
-        made = forward(*tree_map(enter, args), **tree_map(enter, kwargs))
-    return tree_map(lambda x: to_whole(x, tensor.mesh) if _is_floats(x) else x, made)
+        module.register_forward_hook(tensor.scatter_output)

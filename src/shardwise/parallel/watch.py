@@ -54,10 +54,24 @@ class _Taint(TorchDispatchMode):
     def __init__(self, seen: Seen, stack: list[str]) -> None:
         super().__init__()
         self.of: Any = WeakIdKeyDictionary()
+        self.computed: Any = WeakIdKeyDictionary()  # what parameters had a part in
         self._seen, self._stack = seen, stack
 
     def get(self, x: Any) -> frozenset[str]:
         return self.of.get(x, frozenset()) if isinstance(x, torch.Tensor) else frozenset()
+
+    def _is_computed(self, x: Any) -> bool:
+        return isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and x in self.computed)
+
+    def _unsuited(self, operator: str, args: Any) -> str:
+        """What an operator that reads hidden states does that needs all of them as a plain tensor."""
+        if operator.strip("_") in UNSUITED:
+            return operator.strip("_")
+        if operator.endswith("_") and not self._is_computed(args[0]):
+            return "into a buffer"
+        if operator == "cat" and any(x.ndim == 1 and not len(x) for x in args[0]):
+            return "with an empty cache"
+        return ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,8 +87,10 @@ class _Taint(TorchDispatchMode):
         if any(word in operator for word in SCORES) and _is_scores(operator, args):
             self._seen.attends |= names - {RESIDUAL}
             self._seen.attention.update(self._stack[-1:])
-        if names and operator.strip("_") in UNSUITED and self._stack:
-            self._seen.unsuited.setdefault(self._stack[-1], operator.strip("_"))
+        if any(self._is_computed(x) for x in tree_iter((args, kwargs))):
+            self.computed.update((x, True) for x in tree_iter(made) if isinstance(x, torch.Tensor))
+            if self._stack and (unsuited := self._unsuited(operator, args)):
+                self._seen.unsuited.setdefault(self._stack[-1], unsuited)
         if operator in CHOICES:
             self._seen.chooses |= (names - {RESIDUAL}) | set(self._stack[-1:])
         return made
