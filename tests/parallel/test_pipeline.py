@@ -116,6 +116,7 @@ def test_stages_are_sharded_and_recompute() -> None:
 def test_every_zero_stage_with_every_schedule() -> None:
     styles = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
     cases = [(*style, zero, again) for style in styles for zero in range(4) for again in (False, True)]
+    cases += [("zbv", 2, zero, False) for zero in range(3)]
     for found in run_ranks(pipelines.with_shards, 4, "gpt2", cases):
         assert right(found), found
 

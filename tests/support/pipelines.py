@@ -38,19 +38,21 @@ def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]],
 def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any, Verdict]:
     """Two stages, each sharded over the other ranks: (style, chunks, ZeRO stage, recomputation)."""
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, 1, ranks // 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+    width = ranks // 2
     case = tiny_case(kind, "causal")
     wanted, facts = alone(case), probe(case)
-    place, width = mesh.get_local_rank("shard"), ranks // 2
     found = {}
     for style, chunks, zero, again in cases:
+        data, axis = ((1, width), "shard") if zero else ((width, 1), "replicate")
+        mesh = init_device_mesh("cpu", (2, *data), mesh_dim_names=("pipeline", "replicate", "shard"))
+        place = mesh.get_local_rank(axis)
         schedule = Schedule(style, chunks)  # type: ignore[arg-type]
         model = case.model()
         stages = Stages(model, cut_model(model, facts, 2 * chunks), mesh.get_local_rank("pipeline"), 2, schedule)
         if again:
             for _, block in stages.blocks:
                 recompute(block)
-        data_mesh = mesh["replicate", "shard"] if zero else mesh["shard", "replicate"]
+        data_mesh = mesh["replicate", "shard"]
         shard_model(model, stages.blocks, data_mesh, zero, "fp32")
         sharded = ShardedModel(model, zero, data_mesh)
         pipeline = Pipeline(stages, mesh.get_group("pipeline"), schedule, CPU)
@@ -61,7 +63,7 @@ def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any,
             stages.sum_shared_gradients()
         answer = gathered(stages, results, mesh.get_group("pipeline"))
         losses = [None] * width
-        dist.all_gather_object(losses, answer.loss, group=mesh.get_group("shard"))
+        dist.all_gather_object(losses, answer.loss, group=mesh.get_group(axis))
         found[style, zero, again] = judge(Answer(sum(losses), answer.gradients), wanted)
     return found
 
