@@ -121,6 +121,16 @@ def test_every_zero_stage_with_every_schedule() -> None:
         assert right(found), found
 
 
+def test_zero_bubble_refuses_what_loses_gradients() -> None:
+    for told in run_ranks(pipelines.refusals, 2):
+        assert len(told) == 2 and "choose ZeRO 2 or less" in told[0] and "recompute each sharded block" in told[1]
+
+
+def test_a_boundary_that_is_divided_over_ranks() -> None:
+    for verdict in run_ranks(pipelines.divided, 4):
+        assert verdict.right and verdict.gradient < 1e-9, verdict
+
+
 def test_packed_documents_of_different_widths() -> None:
     for verdict, boundaries in run_ranks(pipelines.packed, 2):
         assert verdict.right and verdict.gradient < 1e-9, verdict

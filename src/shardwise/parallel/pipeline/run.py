@@ -40,8 +40,6 @@ class Pipeline:
         meshes: Sequence[DeviceMesh] = (),
         links: Links | None = None,
     ) -> None:
-        if schedule.splits:
-            check_split(stages.model, stages.blocks)
         self.stages, self.group, self.schedule, self.device = stages, group, schedule, device
         self.links = links or make_links(group, sorted(set(stages.shared.values())))
         self.owners = schedule.owners(stages.ranks)
@@ -50,6 +48,7 @@ class Pipeline:
         stages.device, stages.meshes = device, meshes
         stages.connect(self.links.sums)
         self._known: dict[Any, Any] = {}
+        self._checked = False
 
     def step(
         self,
@@ -64,6 +63,9 @@ class Pipeline:
         told when all are done, since weights may be left). Gradients of what several
         stages share are not summed yet: `stages.sum_shared_gradients()`.
         """
+        if self.schedule.splits and not self._checked:  # now that the model is sharded, if it is
+            check_split(self.stages.model, self.stages.blocks)
+            self._checked = True
         orders = self.schedule.orders(self.stages.ranks, len(micro_batches))
         return _Step(self, orders, micro_batches, compute, to_backward, before_backward).run()
 
