@@ -116,8 +116,19 @@ def test_stages_are_sharded_and_recompute() -> None:
 def test_every_zero_stage_with_every_schedule() -> None:
     styles = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
     cases = [(*style, zero, again) for style in styles for zero in range(4) for again in (False, True)]
+    cases += [("zbv", 2, zero, False) for zero in range(3)]
     for found in run_ranks(pipelines.with_shards, 4, "gpt2", cases):
         assert right(found), found
+
+
+def test_zero_bubble_refuses_what_loses_gradients() -> None:
+    for told in run_ranks(pipelines.refusals, 2):
+        assert len(told) == 2 and "choose ZeRO 2 or less" in told[0] and "recompute each sharded block" in told[1]
+
+
+def test_a_boundary_that_is_divided_over_ranks() -> None:
+    for verdict in run_ranks(pipelines.divided, 4):
+        assert verdict.right and verdict.gradient < 1e-9, verdict
 
 
 def test_packed_documents_of_different_widths() -> None:

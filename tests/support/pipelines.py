@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed._composable import checkpoint as recompute
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from shardwise.models.attention import install
 from shardwise.models.documents import Documents
 from shardwise.parallel.naive import explain_idle, spread_model
 from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, probe
 from shardwise.parallel.pipeline_trial import compute, gathered, micro_batches_of, try_pipeline
-from shardwise.parallel.trial import Answer, Case, Verdict, alone, gradients_of, judge, mean_loss, units_of
+from shardwise.parallel.trial import Answer, Case, Refused, Verdict, alone, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.zoo import tiny_case
 from shardwise.zero.stages import ShardedModel, shard_model
 
@@ -38,19 +40,21 @@ def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]],
 def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any, Verdict]:
     """Two stages, each sharded over the other ranks: (style, chunks, ZeRO stage, recomputation)."""
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, 1, ranks // 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+    width = ranks // 2
     case = tiny_case(kind, "causal")
     wanted, facts = alone(case), probe(case)
-    place, width = mesh.get_local_rank("shard"), ranks // 2
     found = {}
     for style, chunks, zero, again in cases:
+        data, axis = ((1, width), "shard") if zero else ((width, 1), "replicate")
+        mesh = init_device_mesh("cpu", (2, *data), mesh_dim_names=("pipeline", "replicate", "shard"))
+        place = mesh.get_local_rank(axis)
         schedule = Schedule(style, chunks)  # type: ignore[arg-type]
         model = case.model()
         stages = Stages(model, cut_model(model, facts, 2 * chunks), mesh.get_local_rank("pipeline"), 2, schedule)
         if again:
             for _, block in stages.blocks:
                 recompute(block)
-        data_mesh = mesh["replicate", "shard"] if zero else mesh["shard", "replicate"]
+        data_mesh = mesh["replicate", "shard"]
         shard_model(model, stages.blocks, data_mesh, zero, "fp32")
         sharded = ShardedModel(model, zero, data_mesh)
         pipeline = Pipeline(stages, mesh.get_group("pipeline"), schedule, CPU)
@@ -61,7 +65,7 @@ def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any,
             stages.sum_shared_gradients()
         answer = gathered(stages, results, mesh.get_group("pipeline"))
         losses = [None] * width
-        dist.all_gather_object(losses, answer.loss, group=mesh.get_group("shard"))
+        dist.all_gather_object(losses, answer.loss, group=mesh.get_group(axis))
         found[style, zero, again] = judge(Answer(sum(losses), answer.gradients), wanted)
     return found
 
@@ -149,3 +153,55 @@ def idle() -> tuple[float, float, str]:
 def _slowly(model: Any, micro: dict[str, Any]) -> torch.Tensor:
     time.sleep(0.3)
     return compute(model, micro)
+
+
+def refusals() -> list[str]:
+    """What zero-bubble schedules cannot do with sharding."""
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
+    case, schedule, told = tiny_case("gpt2", "causal"), Schedule("zbv", 2), []
+    facts = probe(case)
+    for zero, again in ((3, False), (2, True)):
+        model = case.model()
+        stages = Stages(model, cut_model(model, facts, 4), dist.get_rank(), 2, schedule)
+        pipeline = Pipeline(stages, mesh.get_group("pipeline"), schedule, CPU)
+        if again:
+            for _, block in stages.blocks:
+                recompute(block)
+        shard_model(model, stages.blocks, mesh["replicate", "shard"], zero, "fp32")
+        try:
+            pipeline.step(micro_batches_of(case, 2), compute, lambda loss: loss)
+        except Refused as refusal:
+            told.append(str(refusal))
+    return told
+
+
+def divided() -> Verdict:
+    """Two stages of two ranks among which the positions between blocks are divided, as under tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    case, schedule, tensor = tiny_case("llama", "causal"), Schedule("1f1b"), mesh["tensor"]
+    model = case.model()
+    model.set_attn_implementation("eager")  # DTensor has no rule for the CPU's kernel
+    stages = Stages(model, cut_model(model, probe(case), 2), mesh.get_local_rank("pipeline"), 2, schedule)
+    pipeline = Pipeline(stages, mesh.get_group("pipeline"), schedule, CPU, [tensor])
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                whole = DTensor.from_local(parameter.detach(), tensor, [Replicate()], run_check=False)
+                module._parameters[name] = torch.nn.Parameter(whole)
+    for _, block in stages.blocks:
+        block.register_forward_pre_hook(lambda _, args: (_placed(args[0], tensor, Replicate()), *args[1:]))
+        block.register_forward_hook(lambda _, __, output: _placed(output, tensor, Shard(1)))
+    with implicit_replication():
+        results = pipeline.step(micro_batches_of(case, 2), _divided_loss, lambda loss: loss)
+    ports = [port for ports in pipeline._known.values() for port in ports]
+    assert [port.layout.placements for port in ports if port.layout] == [(Shard(1),)] * len(ports) and ports
+    return judge(gathered(stages, results, mesh.get_group("pipeline")), alone(case))
+
+
+def _placed(x: torch.Tensor, mesh: Any, where: Any) -> DTensor:
+    return (x if isinstance(x, DTensor) else distribute_tensor(x, mesh)).redistribute(placements=[where])
+
+
+def _divided_loss(model: Any, micro: dict[str, Any]) -> torch.Tensor:
+    logits = model(input_ids=micro["input_ids"], use_cache=False).logits.full_tensor()
+    return mean_loss(logits, micro["labels"], micro["units"])

@@ -31,7 +31,7 @@ ROWS, WIDTH = 2, 12
 def probe(case: Case) -> Facts:
     """What is true of how models of a class can be cut; takes about a second."""
     model, case = _deep(case)
-    facts = _find_lives(copy.deepcopy(model), _watch(model, case), case)
+    facts = _find_lives(copy.deepcopy(model), _watch(copy.deepcopy(model), case), case)
     wanted = _whole(copy.deepcopy(model), case)
     return replace(facts, fault=functools.cache(lambda at: _fault(model, facts, case, at, wanted) if at else ""))
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parallel.pipeline.mail import Links, Mail, make_links, shapes_of
 from shardwise.parallel.pipeline.schedule import Action, Orders, Schedule, Span
-from shardwise.parallel.pipeline.split import backward_of_inputs, backward_of_weights, check_split
+from shardwise.parallel.pipeline.split import backward_of_inputs, backward_of_weights, check_split, finish_split
 from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
 
 Compute = Callable[[Any, Any], Any]
@@ -40,8 +40,6 @@ class Pipeline:
         meshes: Sequence[DeviceMesh] = (),
         links: Links | None = None,
     ) -> None:
-        if schedule.splits:
-            check_split(stages.model)
         self.stages, self.group, self.schedule, self.device = stages, group, schedule, device
         self.links = links or make_links(group, sorted(set(stages.shared.values())))
         self.owners = schedule.owners(stages.ranks)
@@ -50,6 +48,7 @@ class Pipeline:
         stages.device, stages.meshes = device, meshes
         stages.connect(self.links.sums)
         self._known: dict[Any, Any] = {}
+        self._checked = False
 
     def step(
         self,
@@ -60,9 +59,13 @@ class Pipeline:
     ) -> list[Any]:
         """Forward and backward of all micro-batches; what `compute` returned on the last stage, [] on the others.
 
-        `before_backward` is told the chunk and whether it is its last backward in this step. Gradients of what several
+        `before_backward` is told the chunk and whether it is its last backward in this step (of split backwards it is
+        told when all are done, since weights may be left). Gradients of what several
         stages share are not summed yet: `stages.sum_shared_gradients()`.
         """
+        if self.schedule.splits and not self._checked:  # now that the model is sharded, if it is
+            check_split(self.stages.model, self.stages.blocks)
+            self._checked = True
         orders = self.schedule.orders(self.stages.ranks, len(micro_batches))
         return _Step(self, orders, micro_batches, compute, to_backward, before_backward).run()
 
@@ -115,13 +118,17 @@ class _Step:
         self._local: dict[Any, Any] = {}  # between two chunks of this rank
         self._weights: dict[tuple[int, int], Any] = {}
         self._results: dict[int, Any] = {}
-        self._left = {chunk: sum(self._ends(a, chunk) for a in self._order) for chunk in stages.chunks}
+        kinds = ("backward", "input")
+        self._left = {chunk: sum(a.chunk == chunk and a.kind in kinds for a in self._order) for chunk in stages.chunks}
 
     def run(self) -> list[Any]:
         do = {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}
         for action in self._order:
             do[action.kind](action)
         self._mail.finish()
+        if self._pipeline.schedule.splits and self._before_backward is not None:
+            self._before_backward(self._stages.chunks[-1], True)
+            finish_split(self._stages.model)
         if self._clock is not None:
             self._pipeline.spans = self._clock.spans()
         return [self._results[micro] for micro in sorted(self._results)]
@@ -160,6 +167,7 @@ class _Step:
 
     def _input(self, action: Action) -> None:
         passed, outputs, gradients = self._outgoing(action)
+        self._announce(action)
         weights = [p for p in self._stages.model.parameters() if p.requires_grad]
         with self._timed(action):
             made = outputs or [self._to_backward(passed.result)]  # type: ignore[misc]
@@ -169,7 +177,6 @@ class _Step:
 
     def _weight(self, action: Action) -> None:
         weights, kept = self._weights.pop((action.chunk, action.micro))
-        self._announce(action)
         with self._timed(action):
             backward_of_weights(weights, kept)
 
@@ -200,12 +207,9 @@ class _Step:
         self._left[action.chunk] -= 1
         model: Any = self._stages.model
         if isinstance(model, FSDPModule):
-            model.set_is_last_backward(not any(self._left.values()))
+            model.set_is_last_backward(action.kind == "backward" and not any(self._left.values()))
         assert self._before_backward is not None
-        self._before_backward(action.chunk, self._left[action.chunk] == 0)
-
-    def _ends(self, action: Action, chunk: int) -> bool:
-        return action.chunk == chunk and action.kind in ("backward", "weight")
+        self._before_backward(action.chunk, action.kind == "backward" and self._left[action.chunk] == 0)
 
     def _timed(self, action: Action) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._clock is None else self._clock.timed(action)

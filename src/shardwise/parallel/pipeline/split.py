@@ -3,6 +3,11 @@
 torch's functions find the weights' gradients from the nodes of the graph where the ways from a weight and from an input
 meet. What is made from weights alone (T5's position bias, an embedding that is looked up between encoder and decoder)
 meets no input, and they leave it out in silence: here its backward is a plain one, done with the weights.
+
+[Note: FSDP and split backwards] FSDP takes up a block's gradients when those of its inputs are there, which is before
+the weights' are; and where it frees parameters between forward and backward, the weights that the graph knows are not
+those of `parameters()`. Both lose gradients in silence. So parameters must stay gathered (ZeRO 0 to 2), and what has
+come in since FSDP last looked is taken up after the last part.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parallel.trial import Refused
+from shardwise.zero.stages import parameter_groups
 
 try:
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -33,13 +40,27 @@ class Kept:
     gradients: list[torch.Tensor] | None
 
 
-def check_split(model: nn.Module) -> None:
-    """Refuses where the weights' part would be lost."""
+def check_split(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    """Refuses where the weights' part would be lost; see [Note: FSDP and split backwards]."""
     if stage_backward_input is None:
         raise Refused("", "this version of torch cannot split a backward: choose another schedule than zbv")
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        # torch 2.13: FSDP takes up a block's gradients when those of its inputs are there, before the weights' are.
-        raise Refused("", "zbv loses gradients of sharded modules: choose another schedule")
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if any(group.post_forward_mesh_info is not None for unit in sharded for group in parameter_groups(unit)):
+        raise Refused("", "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less")
+    if sharded and (
+        again := next((name for name, block in blocks if "checkpoint" in (_get_registry(block) or {})), "")
+    ):
+        raise Refused(again, "zbv would recompute each sharded block twice: choose another schedule, or no recompute")
+
+
+def finish_split(model: nn.Module) -> None:
+    """After the last part, and after the loop has asked for its gradients to be reduced: has FSDP reduce them."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(True)
+        for unit in model.modules():
+            for group in parameter_groups(unit) if isinstance(unit, FSDPModule) else []:
+                group.post_backward()
+        model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def backward_of_inputs(
