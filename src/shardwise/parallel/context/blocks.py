@@ -47,9 +47,10 @@ def piece_of(layout: Layout, rule: Rule, key_rank: int) -> Piece | None:
             return None
     if not layout.share(mine, theirs):
         return None
-    if rule.window is not None and _nearest(mine, theirs, half) > rule.window:
+    reach = rule.window if rule.causal else rule.sides
+    if reach is not None and _nearest(mine, theirs, half) > reach:
         return None
-    whole = rule.window is None and rule.chunk is None and layout.one_document(mine + theirs)
+    whole = rule.plain and layout.one_document(mine + theirs)
     return Piece(queries, keys, rule.causal and key_rank == layout.rank, whole, key_rank)
 
 

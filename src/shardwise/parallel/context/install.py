@@ -59,8 +59,7 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     ask_registry(model, findings.way)
     hooks = Positions(model)
     gathering = Gathering(group, kind == "ring", lambda: hooks.divided)
-    for name, calls in findings.whole.items():
-        for _, module in modules_of(model, name):
-            gathering.wrap(module, calls)
+    for name, _, module in modules_of(model, findings.whole):
+        gathering.wrap(module, findings.whole[name])
     attends: Attends = Ring(group) if kind == "ring" else Ulysses(group)
     return Context(mesh.size(), mesh.get_local_rank(), kind, attends, findings, first_position(model, findings.way))

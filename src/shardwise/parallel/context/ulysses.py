@@ -62,9 +62,9 @@ class Ulysses:
     ) -> torch.Tensor:
         """Of whole rows: by the kernels of models/attention.py where they know the rule."""
         layout, rule = mask.layout, mask.rule
-        usual = scores.softcap is None and scores.sinks is None and rule.chunk is None
+        usual = scores.softcap is None and scores.sinks is None and rule.chunk is None and rule.sides is None
         whole = Layout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
-        if not usual or not (rule.causal or (layout.documents.alone and rule.window is None)):
+        if not usual or not (rule.causal or (rule.plain and layout.documents.alone)):
             return attend_whole(q, k, v, scores, whole, rule)
         # transformers' functions repeat keys by what the module says, which knows all heads.
         module: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=rule.causal)
