@@ -245,7 +245,7 @@ def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bo
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         out, lse, *state = found[:8]
-    return [out.to(wide(q.dtype)), lse.to(wide(q.dtype)), *state]
+    return [out.to(wide(q.dtype)), lse[:, :, : q.shape[2]].to(wide(q.dtype)), *state]
 
 
 def _flash_backward(

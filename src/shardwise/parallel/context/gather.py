@@ -82,13 +82,19 @@ class Gathering:
                 if place not in calls.results:
                     return leaf
                 dim = calls.results[place]
-                return None if dim is None else take_columns(leaf, self._ranks, self._rank, self._zigzag, dim)
+                return (
+                    None
+                    if dim is None or leaf is None
+                    else take_columns(leaf, self._ranks, self._rank, self._zigzag, dim)
+                )
 
             return call_changed(forward, args, kwargs, argument, result)
 
         module.forward = whole
 
     def _gather(self, leaf: Any, dim: int | None) -> Any:
+        if leaf is None:  # not every call has every argument
+            return None
         if dim is None:
             return leaf * self._ranks
         if isinstance(leaf, DTensor):

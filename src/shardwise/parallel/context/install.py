@@ -14,7 +14,7 @@ from shardwise.parallel.context.mask import Attends, ContextRows
 from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.ring import Ring
 from shardwise.parallel.context.split import Batch, split_batch
-from shardwise.parallel.context.ulysses import Ulysses
+from shardwise.parallel.context.ulysses import Ulysses, check_heads
 from shardwise.parallel.trial import Refused
 
 Kind = Literal["ulysses", "ring"]
@@ -54,6 +54,8 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise Refused("", "an encoder–decoder model has two sequences, which context parallelism does not divide yet")
+    if kind == "ulysses":
+        check_heads(model.config.get_text_config(decoder=True), mesh.size())
     findings = examine(model)
     group = mesh.get_group()
     ask_registry(model, findings.way)
