@@ -81,21 +81,21 @@ def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwar
         head = largest_head(rows.device)
         if rule is masking_utils.causal_mask_function:
             return DocumentMask(documents, None, head)
-        if size and same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
+        if size and _same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
             return DocumentMask(documents, size, head)
-    if size and same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
+    if size and _same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
         rule = _from_the_start(rule, documents.positions)
     rule = masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(documents.index))
     changes = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": None}
     return plain(*args, **kwargs | changes | {"mask_function": rule})
 
 
-def same_rule(a: Any, b: Any) -> bool:
+def _same_rule(a: Any, b: Any) -> bool:
     """Whether two mask functions are made by the same code from the same numbers (tensors hold padding: none here)."""
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
-        return a.__code__ is b.__code__ and same_rule(_captured(a), _captured(b))
+        return a.__code__ is b.__code__ and _same_rule(_captured(a), _captured(b))
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(same_rule(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(_same_rule(x, y) for x, y in zip(a, b, strict=True))
     return isinstance(a, torch.Tensor) if isinstance(b, torch.Tensor) else type(a) is type(b) and a == b
 
 

@@ -47,9 +47,10 @@ def piece_of(layout: Layout, rule: Rule, key_rank: int) -> Piece | None:
             return None
     if not layout.share(mine, theirs):
         return None
-    if rule.window is not None and _nearest(mine, theirs, half) > rule.window:
+    reach = rule.window if rule.causal else rule.sides
+    if reach is not None and _nearest(mine, theirs, half) > reach:
         return None
-    whole = rule.window is None and rule.chunk is None and layout.one_document(mine + theirs)
+    whole = rule.plain and layout.one_document(mine + theirs)
     return Piece(queries, keys, rule.causal and key_rank == layout.rank, whole, key_rank)
 
 
@@ -244,7 +245,7 @@ def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bo
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         out, lse, *state = found[:8]
-    return [out.to(wide(q.dtype)), lse.to(wide(q.dtype)), *state]
+    return [out.to(wide(q.dtype)), lse[:, :, : q.shape[2]].to(wide(q.dtype)), *state]
 
 
 def _flash_backward(

@@ -237,7 +237,7 @@ class _Watch:
     @contextmanager
     def whole_rows(self, kinds: list[str]) -> Iterator[None]:
         """Lets modules of some classes have whole rows."""
-        modules = [(kind, name, module) for kind in kinds for name, module in modules_of(self.model, kind)]
+        modules = list(modules_of(self.model, kinds))
         for kind, name, module in modules:
             self.calls[kind] = ({}, {})
             module.forward = self._whole(kind, name, module.forward)

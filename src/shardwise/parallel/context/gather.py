@@ -7,7 +7,7 @@ Which dimension of which argument goes along the sequence was seen by gate.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,17 @@ class Calls:
     results: Mapping[str, int | None]
 
 
-def modules_of(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module]]:
-    """All modules of a class; FSDP and others may have put a subclass of their own in front."""
+def modules_of(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, nn.Module]]:
+    """Modules of some classes, each as (class, name, module), but for those inside of another.
+
+    FSDP and others may have put a subclass of their own in front.
+    """
+    outer = "\0"
     for name, module in model.named_modules():
-        if any(c.__name__ == kind for c in type(module).__mro__):
-            yield name, module
+        kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in kinds), None)
+        if kind is not None and not name.startswith(outer + "."):
+            outer = name
+            yield kind, name, module
 
 
 def call_changed(
@@ -76,13 +82,19 @@ class Gathering:
                 if place not in calls.results:
                     return leaf
                 dim = calls.results[place]
-                return None if dim is None else take_columns(leaf, self._ranks, self._rank, self._zigzag, dim)
+                return (
+                    None
+                    if dim is None or leaf is None
+                    else take_columns(leaf, self._ranks, self._rank, self._zigzag, dim)
+                )
 
             return call_changed(forward, args, kwargs, argument, result)
 
         module.forward = whole
 
     def _gather(self, leaf: Any, dim: int | None) -> Any:
+        if leaf is None:  # not every call has every argument
+            return None
         if dim is None:
             return leaf * self._ranks
         if isinstance(leaf, DTensor):

@@ -14,7 +14,7 @@ from shardwise.parallel.context.mask import Attends, ContextRows
 from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.ring import Ring
 from shardwise.parallel.context.split import Batch, split_batch
-from shardwise.parallel.context.ulysses import Ulysses
+from shardwise.parallel.context.ulysses import Ulysses, check_heads
 from shardwise.parallel.trial import Refused
 
 Kind = Literal["ulysses", "ring"]
@@ -54,13 +54,14 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise Refused("", "an encoder–decoder model has two sequences, which context parallelism does not divide yet")
+    if kind == "ulysses":
+        check_heads(model.config.get_text_config(decoder=True), mesh.size())
     findings = examine(model)
     group = mesh.get_group()
     ask_registry(model, findings.way)
     hooks = Positions(model)
     gathering = Gathering(group, kind == "ring", lambda: hooks.divided)
-    for name, calls in findings.whole.items():
-        for _, module in modules_of(model, name):
-            gathering.wrap(module, calls)
+    for name, _, module in modules_of(model, findings.whole):
+        gathering.wrap(module, findings.whole[name])
     attends: Attends = Ring(group) if kind == "ring" else Ulysses(group)
     return Context(mesh.size(), mesh.get_local_rank(), kind, attends, findings, first_position(model, findings.way))

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
-from shardwise.models.attention import same_rule
 from shardwise.models.documents import OwnMask, OwnRows, RowsMask
 from shardwise.parallel.context.split import Layout
 from shardwise.parallel.trial import Refused
@@ -26,9 +26,15 @@ from shardwise.parallel.trial import Refused
 class Rule:
     """Who sees whom within a document, by their positions in it."""
 
-    causal: bool
-    window: int | None = None  # causal: as many tokens, itself among them; else so far to both sides
-    chunk: int | None = None  # sees only those in the same chunk of this size
+    causal: bool = False
+    window: int | None = None  # so many tokens back, itself among them
+    sides: int | None = None  # so many tokens to either side
+    chunk: int | None = None  # only those in the same chunk of this size
+
+    @property
+    def plain(self) -> bool:
+        """Causal or not, and no more."""
+        return self.window is None and self.sides is None and self.chunk is None
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
         """As a mask of positions that are broadcast against each other; None where all see all."""
@@ -36,8 +42,9 @@ class Rule:
         if self.causal:
             seen.append(queries >= keys)
         if self.window is not None:
-            apart = queries - keys
-            seen.append(apart < self.window if self.causal else apart.abs() <= self.window)
+            seen.append(queries - keys < self.window)
+        if self.sides is not None:
+            seen.append((queries - keys).abs() <= self.sides)
         if self.chunk is not None:
             seen.append(queries // self.chunk == keys // self.chunk)
         return torch.stack(torch.broadcast_tensors(*seen)).all(0) if seen else None
@@ -103,32 +110,54 @@ class ContextRows(OwnRows):
     def for_blocks(self, ask: Callable[..., Any], **kwargs: Any) -> ContextMask:
         if (kwargs["q_length"], kwargs["kv_length"]) != (self.layout.width, self.layout.width):
             raise Refused("", "masks a sequence of another length than it was given")
+        from transformers.masking_utils import causal_mask_function
+
+        rule = kwargs.get("mask_function", causal_mask_function)
         documents = self.layout.on(self.device)
         size = {"q_length": documents.width, "kv_length": documents.width, "attention_mask": RowsMask(documents)}
-        return ContextMask(self.layout, rule_of(kwargs), self.attends, self.device, partial(ask, **kwargs | size))
+        return ContextMask(self.layout, rule_of(rule), self.attends, self.device, partial(ask, **kwargs | size))
 
 
-def rule_of(asked: dict[str, Any]) -> Rule:
-    """What a mask function is asked for, by comparing the rule with those that transformers has."""
+def rule_of(function: Any) -> Rule:
+    """What a mask function of transformers says, by the code that it is made of."""
+    return Rule(**_said(function))
+
+
+def _said(function: Any) -> dict[str, Any]:
     from transformers import masking_utils as known
 
-    rule, size = asked.get("mask_function", known.causal_mask_function), asked.get("local_size")
-    start = torch.zeros(1)  # a tensor equals any other: it only says where chunks begin
-    if rule is known.causal_mask_function:
-        return Rule(causal=True)
-    if rule is known.bidirectional_mask_function:
-        return Rule(causal=False)
-    made: dict[Callable[..., Any], Rule] = {}
-    if size is not None:
-        made = {
-            known.sliding_window_causal_mask_function(size): Rule(causal=True, window=size),
-            known.chunked_causal_mask_function(size, start): Rule(causal=True, chunk=size),
-            known.sliding_window_bidirectional_mask_function(size): Rule(causal=False, window=size),
+    if function is known.causal_mask_function:
+        return {"causal": True}
+    if function is known.bidirectional_mask_function:
+        return {}
+    if isinstance(function, FunctionType):
+        start = torch.zeros(1)
+        cells = (cell.cell_contents for cell in function.__closure__ or ())
+        held = dict(zip(function.__code__.co_freevars, cells, strict=True))
+        makers: dict[Any, Callable[[], dict[str, Any]]] = {
+            known.and_masks(): lambda: {k: v for one in held["mask_functions"] for k, v in _said(one).items()},
+            known.or_masks(): lambda: _said(_only([one for one in held["mask_functions"] if not _empty(one)])),
+            known.sliding_window_overlay(1): lambda: {"window": held["sliding_window"]},
+            known.sliding_window_bidirectional_overlay(1): lambda: {"sides": held["sliding_window"]},
+            known.chunked_overlay(1, start): lambda: {"chunk": held["chunk_size"]},
         }
-    for theirs, ours in made.items():
-        if same_rule(rule, theirs):
-            return ours
+        for theirs, tell in makers.items():
+            if theirs.__code__ is function.__code__:
+                return tell()
     raise Refused("", "masks attention by a rule of its own, which says nothing of positions on other ranks")
+
+
+def _empty(function: Any) -> bool:
+    """Whether a rule about groups of tokens (those of an image) finds none."""
+    from transformers import masking_utils as known
+
+    if getattr(function, "__code__", None) is not known.blockwise_overlay(torch.zeros(1)).__code__:
+        return False
+    return bool((function.__closure__[0].cell_contents < 0).all())
+
+
+def _only(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else None
 
 
 class ContextMask(OwnMask):
@@ -151,6 +180,12 @@ class ContextMask(OwnMask):
         """The mask of whole rows, as the model would have been given it without us."""
         assert self._ask is not None
         return self._ask()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as a mask of truths."""
+        if (args, kwargs) not in (((torch.bool,), {}), ((), {"dtype": torch.bool})):
+            return self.real
+        return ContextMask(self.layout, self.rule, self.attends, self.device, lambda: self.whole.to(torch.bool))
 
     def attend(
         self, plain: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any

@@ -138,12 +138,12 @@ def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool,
         if (real[:, 1:] & ~real[:, :-1]).any():
             remedy = "pad at the end of the rows (padding_side: right)"
             raise UserError("attention_mask", None, "padding is not at the end of the rows", remedy)
-        lengths = [[n, width - n] for n in real.sum(1).tolist()]
+        lengths = [[n, width + missing - n] for n in real.sum(1).tolist()]
     elif batch.position_ids is not None:
         lengths = _rows_of(Documents.of_positions(batch.position_ids.cpu()))
     else:
         lengths = [[width]] * rows
-    lengths = [[n for n in (*row, missing) if n] for row in lengths]
+    lengths = [[n for n in (*row, width + missing - sum(row)) if n] for row in lengths]
     return Layout(Documents.of_lengths(lengths), real, ranks, rank, zigzag)
 
 

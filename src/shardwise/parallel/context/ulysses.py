@@ -62,9 +62,9 @@ class Ulysses:
     ) -> torch.Tensor:
         """Of whole rows: by the kernels of models/attention.py where they know the rule."""
         layout, rule = mask.layout, mask.rule
-        usual = scores.softcap is None and scores.sinks is None and rule.chunk is None
+        usual = scores.softcap is None and scores.sinks is None and rule.chunk is None and rule.sides is None
         whole = Layout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
-        if not usual or not (rule.causal or (layout.documents.alone and rule.window is None)):
+        if not usual or not (rule.causal or (rule.plain and layout.documents.alone)):
             return attend_whole(q, k, v, scores, whole, rule)
         # transformers' functions repeat keys by what the module says, which knows all heads.
         module: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=rule.causal)
@@ -77,13 +77,25 @@ class Ulysses:
         return out.transpose(1, 2)
 
 
+def check_heads(config: Any, ranks: int) -> None:
+    """Refuses what would be refused in the first forward, by the numbers of heads that a config tells."""
+    queries = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    if isinstance(queries, int) and isinstance(keys, int) and not _divides(queries, keys, ranks):
+        raise Refused("", _cannot(queries, keys, ranks))
+
+
 def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
     """Keys or values with as many heads as the ranks can share: repeated where there are fewer than ranks."""
     heads = x.shape[1]
     if not _divides(queries, heads, ranks):
-        legal = ", ".join(str(n) for n in range(1, queries + 1) if _divides(queries, heads, n))
-        raise Refused("", f"{queries} heads over {heads} of keys cannot be shared by {ranks} ranks, but by {legal}")
+        raise Refused("", _cannot(queries, heads, ranks))
     return x.repeat_interleave(lcm(heads, ranks) // heads, 1) if heads % ranks else x
+
+
+def _cannot(queries: int, heads: int, ranks: int) -> str:
+    legal = ", ".join(str(n) for n in range(1, queries + 1) if _divides(queries, heads, n))
+    return f"{queries} heads over {heads} of keys cannot be shared by {ranks} ranks, but by {legal} (a ring by any)"
 
 
 def _divides(queries: int, heads: int, ranks: int) -> bool:
