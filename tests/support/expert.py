@@ -52,9 +52,14 @@ def refused(name: str) -> str:
     return ""
 
 
-def sharded(name: str, sizes: tuple[int, ...], expert: int, stage: int, folder: str) -> dict[str, Any]:
-    """On meta, divided, filled from a whole model, trained on one batch; saved and loaded again."""
+def sharded(name: str, sizes: tuple[int, ...], expert: int, stage: int, folder: str, few: bool = False) -> Any:
+    """On meta, divided, filled from a whole model, trained on one batch; saved and loaded again.
+
+    With `few`, a rank has one expert, which sharding then divides within.
+    """
     case, ranks = tiny_case(name, "causal"), dist.get_world_size()
+    if few:
+        case.config.num_local_experts = expert
     root = mesh_of(*sizes)
     dense = root["data", "context"]._flatten("shard") if len(sizes) > 1 else root
     meshes = expert_meshes(root, ("data", "context")[: len(sizes)], expert)

@@ -91,9 +91,9 @@ class ExpertParallel:
 
         def place(parameter: nn.Parameter) -> Shard:
             assert isinstance(parameter, DTensor)
-            rows = parameter.to_local()
-            even = rows.shape[0] % size == 0 or rows.shape[1] % size != 0
-            return Shard(0 if even else 1)
+            experts, within = parameter.to_local().shape[:2]
+            packed = not parameter.is_floating_point()  # filled row by row
+            return Shard(0 if experts % size == 0 or within % size or packed else 1)
 
         return place
 

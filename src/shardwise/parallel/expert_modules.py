@@ -66,11 +66,12 @@ class RoutedExperts(SpreadExperts):
         if replicas is None:
             return self._dispatch(*given)
         # Tensor parallelism: each rank has every token. It sends a share of them, and the results are put together.
-        hidden, numbers, shares = (_as_dtensor(x, replicas) for x in given)
-        parts = (x.redistribute(replicas, [Shard(0)]).to_local() for x in (hidden, numbers, shares))
+        rows, numbers, shares = (_as_dtensor(x.flatten(0, -2), replicas) for x in given)
+        parts = (x.redistribute(replicas, [Shard(0)]).to_local() for x in (rows, numbers, shares))
         done = DTensor.from_local(
-            self._dispatch(*parts), replicas, [Shard(0)], run_check=False, shape=hidden.shape, stride=hidden.stride()
-        ).redistribute(replicas, hidden.placements)
+            self._dispatch(*parts), replicas, [Shard(0)], run_check=False, shape=rows.shape, stride=rows.stride()
+        ).redistribute(replicas, rows.placements)
+        done = done if hidden_states.ndim == 2 else done.unflatten(0, hidden_states.shape[:-1])
         return done if isinstance(hidden_states, DTensor) else done.to_local()
 
     def _dispatch(self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
