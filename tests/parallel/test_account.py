@@ -67,7 +67,7 @@ def test_tensor_moves_what_megatron_moves(shared: Path) -> None:
     # round) are one more each. A row of odd width is filled up by a token.
     moved, times = first["wire"], 4 * LAYERS + 1
     low, high = (times * tokens * STATE for tokens in (first["tokens"], first["tokens"] + ROWS * MICROS))
-    print(f"\nper step: gathers {moved['all_gather']:,}, scatters {moved['reduce_scatter']:,}, formula {low:,}; {moved}")
+    print(f"\ngathers {moved['all_gather']:,}, scatters {moved['reduce_scatter']:,}, formula {low:,}; {moved}")
     assert low <= moved["all_gather"] <= high and low <= moved["reduce_scatter"] <= high
     # Besides: gradients of norms and three numbers a token for the loss.
     assert moved["all_reduce"] <= 2 * 4 * ((2 * LAYERS + 1) * HIDDEN * MICROS + 4 * first["tokens"])

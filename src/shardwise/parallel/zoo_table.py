@@ -87,8 +87,8 @@ def as_markdown(results: Sequence[Result], command: str) -> str:
         "# Architectures and axes",
         "",
         f"Made by `{command}` (transformers {transformers.__version__}, torch {torch.__version__}): a tiny model of "
-        "each class with two ranks along an axis, against one process: loss within 1e-5, every gradient within 1e-3 of its "
-        "largest element.",
+        "each class with two ranks along an axis, against one process: loss within 1e-5, every gradient within 1e-3 of "
+        "its largest element.",
         "",
         *(f"- {line}" for line in summary(results)),
         "",

@@ -116,7 +116,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     table.add_row(
         "ranks",
         f"{ranks} on {run.device} ({run.backend}), {run.precision}, "
-        f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero] if ranks > 1 else 'alone, nothing to divide'}{groups}",
+        f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero] if layout.replicate * shard > 1 else 'alone, nothing to divide'}{groups}",
     )
     if run.parallel.beyond_data:
         table.add_row("axes", "; ".join(axis_lines(layout)))
