@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.scenarios import batch_of, parts_of
 from torch.distributed.tensor import DTensor
+
+from support.scenarios import batch_of, parts_of
 
 
 def measured(run: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class _Saved:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not (isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf and tensor.requires_grad):
+        if not (isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)):
             storage = _local(tensor).untyped_storage()
             self._seen[storage._cdata] = (storage, storage.nbytes())
         return tensor
