@@ -21,7 +21,7 @@ SAMPLE: dict[tuple[str, str], str] = {  # axis and task → architectures that a
     ("context", "causal"): "llama gpt2 gpt_oss gemma2 opt",
     ("expert", "causal"): "mixtral gpt_oss qwen3_moe",
 }
-REFUSED = {("context", "causal", "mamba"): "mamba", ("expert", "causal", "llama"): "has no experts"}
+REFUSED = {("expert", "causal", "llama"): "has no experts", ("expert", "causal", "gpt2"): "has no experts"}
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,12 @@ def test_the_sample_is_right(results: dict[tuple[str, str, str], Result]) -> Non
 
 def test_refusals_say_why(results: dict[tuple[str, str, str], Result]) -> None:
     for key, words in REFUSED.items():
-        assert results[key].outcome == "refused" and results[key].why
+        assert results[key].outcome == "refused" and words in results[key].why
 
 
 def test_the_table(results: dict[tuple[str, str, str], Result]) -> None:
     table = as_markdown([one for one in results.values() if one.task == "causal"], "shardwise zoo")
-    assert "| mamba |" in table and "| llama | ✓ | ✓ | ✓ |  |  |" in table, table
+    assert "| llama | ✓ | ✓ | ✓ |  |  |" in table, table
     assert any(line.startswith("causal, tensor: 7 of 7 right") for line in summary(list(results.values())))
 
 

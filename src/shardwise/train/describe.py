@@ -113,11 +113,9 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     )
     groups = f"; {layout.replicate} groups of {shard}" if layout.replicate > 1 < shard else ""
     groups += describe_collectives(run.parallel, shard, int(run.ranks))
-    table.add_row(
-        "ranks",
-        f"{ranks} on {run.device} ({run.backend}), {run.precision}, "
-        f"ZeRO {run.parallel.zero}: {STAGES[run.parallel.zero] if layout.replicate * shard > 1 else 'alone, nothing to divide'}{groups}",
-    )
+    divided = STAGES[run.parallel.zero] if layout.replicate * shard > 1 else "alone, nothing to divide"
+    where = f"{ranks} on {run.device} ({run.backend}), {run.precision}"
+    table.add_row("ranks", f"{where}, ZeRO {run.parallel.zero}: {divided}{groups}")
     if run.parallel.beyond_data:
         table.add_row("axes", "; ".join(axis_lines(layout)))
         table.add_row("", Text(picture(layout, int(run.ranks)), no_wrap=True))
