@@ -18,6 +18,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
         "hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim", "model_dim",
         "projection_dim", "encoder_hidden_size", "lru_width", "time_mix_extra_dim",
         "query_pre_attn_scalar", "conv_dim", "hidden_dim_base", "embed_dim",
+        "d_latents",
     )),
     (INNER, (
         "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim", "encoder_ffn_dim",
@@ -40,6 +41,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     )),
     (LAYERS, (
         "num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers",
+        "num_self_attends_per_block",
     )),
     (2, (
         "num_encoder_layers", "encoder_layers", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k",
@@ -52,6 +54,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (16, (
         "moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "q_lora_rank", "kv_lora_rank",
         "o_lora_rank", "expert_intermediate_size", "moe_latent_size", "attention_head_dim",
+        "num_latents",
     )),
     (4, ("rotary_dim", "qk_rope_head_dim", "laurel_rank", "mamba_dt_rank", "time_step_rank")),
     (1, (

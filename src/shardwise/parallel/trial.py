@@ -140,4 +140,6 @@ def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
         return float("inf") if other.abs().max() > 0 else 0.0
     if ours.shape != theirs.shape:
         return float("inf")
+    if not theirs.numel():
+        return 0.0
     return float((ours - theirs).abs().max() / (theirs.abs().max() + 1e-12))
