@@ -20,6 +20,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
         "query_pre_attn_scalar", "conv_dim", "hidden_dim_base", "embed_dim", "hidden_size_global", "ple_embed_dim",
         "embedding_dim", "output_dim", "output_channels", "nemo_conv_channels", "ext_pw_out_channel",
         "depthwise_separable_out_channel", "downsample_hidden_size",
+        "d_latents",
     )),
     (INNER, (
         "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim", "encoder_ffn_dim",
@@ -44,6 +45,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     )),
     (LAYERS, (
         "num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers", "num_blocks",
+        "num_self_attends_per_block",
     )),
     (2, (
         "num_encoder_layers", "encoder_layers", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k",
@@ -58,6 +60,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
         "moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "q_lora_rank", "kv_lora_rank",
         "o_lora_rank", "expert_intermediate_size", "moe_latent_size", "attention_head_dim",
         "embedding_rank", "hc_lowrank",
+        "num_latents",
     )),
     (4, ("rotary_dim", "qk_rope_head_dim", "laurel_rank", "mamba_dt_rank", "time_step_rank")),
     (1, (

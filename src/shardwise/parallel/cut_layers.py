@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from shardwise.adapters.layers import LoraLayer, is_transposed
 from shardwise.parallel.local import local_parameters, to_local, to_whole, wrap
 from shardwise.parallel.packed import is_packed
+from shardwise.parallel.rules import add_rules
 from shardwise.parallel.seams import local_experts, local_heads
 from shardwise.parallel.streams import local_dropout, own_stream
 
@@ -46,6 +47,7 @@ class TensorParallel:
         self.whole: dict[str, str] = {}
         self._together: set[nn.Module] = set()  # cut layers whose outputs are put together
         self._alone: set[str] = set()  # modules that turned out to need plain tensors
+        add_rules()
         self._inside = False  # of a module that computes on plain tensors
 
     def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:

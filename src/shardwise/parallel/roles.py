@@ -150,7 +150,7 @@ def _linear(name: str, pattern: str, count: int, seen: Seen) -> Role:
         return Role(pattern, kind, "row", count)
     if height == 1:
         return Role(pattern, kind, "column", count)
-    return Role(pattern, kind, "whole", count, f"{height} linear layers come after it in the block")
+    return Role(pattern, kind, "whole", count, f"{height} or more linear layers come after it in the block")
 
 
 def _owner(name: str) -> str:

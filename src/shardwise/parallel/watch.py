@@ -22,6 +22,7 @@ from shardwise.adapters.layers import is_linear, is_transposed
 from shardwise.models.build import find_blocks
 
 RESIDUAL = "residual"
+HIGHEST = 3
 SCORES = ("scaled_dot_product", "_softmax", "softmax", "_flash_attention", "_efficient_attention")
 # What DTensor has no rule for, or a wrong one, or what kernels of other libraries do in its place.
 UNSUITED = ("nonzero", "convolution", "std", "sort", "bincount", "histc", "masked_scatter", "index_put", "unique_dim")
@@ -41,7 +42,9 @@ class Seen:
     unsuited: dict[str, str] = field(default_factory=dict)  # modules whose own forward does what parts do not allow
 
     def height(self, name: str, above: frozenset[str] = frozenset()) -> int:
-        """Linear layers still to come on the longest way from here to the end of the block."""
+        """Linear layers still to come on the longest way from here to the end of the block; at most HIGHEST of them."""
+        if len(above) == HIGHEST:  # ways multiply with every step
+            return 0
         after = self.feeds.get(name, set()) - above - {name}
         return 1 + max(self.height(one, above | {name}) for one in after) if after else 0
 
