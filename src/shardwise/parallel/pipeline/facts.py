@@ -33,7 +33,7 @@ def probe(case: Case) -> Facts:
     model, case = _deep(case)
     facts = _find_lives(copy.deepcopy(model), _watch(copy.deepcopy(model), case), case)
     wanted = _whole(copy.deepcopy(model), case)
-    return replace(facts, fault=functools.cache(lambda at: _fault(model, facts, case, at, wanted) if at else ""))
+    return replace(facts, fault=functools.cache(functools.partial(_fault, model, facts, case, wanted)))
 
 
 def _deep(case: Case) -> tuple[Any, Case]:
@@ -72,7 +72,7 @@ def _watch(model: nn.Module, case: Case) -> Facts:
     called = tuple({call.block for call in calls})
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     outside = frozenset(n for n in names if not n.startswith(tuple(f"{block}." for block in called)))
-    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda _: "")
+    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda at, into: "")
 
 
 @contextmanager
@@ -132,9 +132,11 @@ def _find_lives(model: nn.Module, facts: Facts, case: Case) -> Facts:
     return replace(facts, calls=tuple(calls))
 
 
-def _fault(model: nn.Module, facts: Facts, case: Case, at: int, wanted: Answer) -> str:
+def _fault(model: nn.Module, facts: Facts, case: Case, wanted: Answer, at: int, into: bool) -> str:
     """Why a model cannot be cut in two before a block; "" if it can."""
-    cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside)
+    if at == 0:
+        return ""
+    cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside, into)
     try:
         answer = _in_two([Stages(copy.deepcopy(model), cut, rank, 2, Schedule("1f1b")) for rank in range(2)], case)
     except Refused as refusal:
