@@ -79,6 +79,9 @@ def test_a_deep_model_is_cut_by_what_a_tiny_one_shows() -> None:
     middle = next(chunk for chunk in range(8) if cut.ranges[chunk][0] <= 8 < cut.ranges[chunk][1])
     assert [chunk for chunk in range(8) if cut.needs(chunk, "encoder.final_layer_norm.weight")] == [middle]
     assert [chunk for chunk in range(8) if cut.needs(chunk, "shared.weight")] == [0, middle, 7]
+    # An adapter goes where what it is on goes; of what nothing is known, every stage has one.
+    assert not cut.needs(middle, "decoder.final_layer_norm.lora_A.weight") and cut.needs(7, "lm_head.lora_A.weight")
+    assert cut.needs(3, "something.new")
     with pytest.raises(Refused, match="16 blocks cannot be divided among 17"):
         cut_model(Case(config, "seq2seq").model(), facts, 17)
 

@@ -82,21 +82,26 @@ class Call:
 @dataclass(frozen=True)
 class Facts:
     """Of a tiny model: its blocks, and as they run; the names of its parameters outside of the blocks that run; and why
-    it cannot be cut before a run, which is tried when it is asked for ("" if it can)."""
+    it cannot be cut before a run ("" if it can), which is tried when it is asked for."""
 
     blocks: tuple[str, ...]
     calls: tuple[Call, ...]
     outside: frozenset[str]
-    fault: Callable[[int], str]
+    fault: Callable[[int, bool], str]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model in chunks: its blocks as they run, and from which to which each chunk goes."""
+    """A model in chunks: its blocks as they run, and from which to which each chunk goes.
+
+    `into`: what comes by wire is written into the tensors that the first block is given. Code around the blocks that
+    goes on with its own (a residual that is added there, in XLM) then has the right ones too.
+    """
 
     calls: tuple[Call, ...]
     ranges: tuple[tuple[int, int], ...]
     outside: frozenset[str]
+    into: bool = False
 
     def blocks(self, chunk: int) -> frozenset[str]:
         """The names of a chunk's blocks."""
@@ -121,15 +126,18 @@ def cut_model(model: nn.Module, facts: Facts, stages: int, weights: Mapping[str,
     if len(calls) < stages:
         raise Refused("", f"{len(calls)} blocks cannot be divided among {stages} stages")
     size = weights or {name: float(sum(p.numel() for p in block.parameters())) for name, block in blocks.items()}
-    allowed, faults = [True] * len(calls), [""]
-    while ranges := balance([size[call.block] for call in calls], stages, allowed):
-        for begin, _ in ranges[1:]:
-            if fault := next((fault for at in like[begin] if (fault := facts.fault(at))), ""):
-                allowed[begin] = False
-                faults.append(f"{calls[begin].block}: {fault}")
-        if all(allowed[begin] for begin, _ in ranges):
-            return Cut(tuple(calls), ranges, facts.outside)
-    raise Refused("", faults[-1])
+    sizes = [size[call.block] for call in calls]
+    faults: list[str] = []
+    for into in (False, True):
+        allowed = [True] * len(calls)
+        while ranges := balance(sizes, stages, allowed):
+            for begin, _ in ranges[1:]:
+                if fault := next((fault for at in like[begin] if (fault := facts.fault(at, into))), ""):
+                    allowed[begin] = False
+                    faults.append(f"{calls[begin].block}: {fault}")
+            if all(allowed[begin] for begin, _ in ranges):
+                return Cut(tuple(calls), ranges, facts.outside, into)
+    raise Refused("", faults[0])
 
 
 def balance(weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()) -> tuple[tuple[int, int], ...] | None:

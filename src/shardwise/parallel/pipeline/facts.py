@@ -23,7 +23,7 @@ from shardwise.models.build import find_blocks
 from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Facts, Like, Output, Place, Shape
 from shardwise.parallel.pipeline.schedule import Schedule
 from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
-from shardwise.parallel.trial import Answer, Case, Refused, gradients_of, judge, mean_loss, units_of
+from shardwise.parallel.trial import Answer, Case, Refused, gradients_of, judge
 
 ROWS, WIDTH = 2, 12
 
@@ -33,7 +33,7 @@ def probe(case: Case) -> Facts:
     model, case = _deep(case)
     facts = _find_lives(copy.deepcopy(model), _watch(copy.deepcopy(model), case), case)
     wanted = _whole(copy.deepcopy(model), case)
-    return replace(facts, fault=functools.cache(lambda at: _fault(model, facts, case, at, wanted) if at else ""))
+    return replace(facts, fault=functools.cache(functools.partial(_fault, model, facts, case, wanted)))
 
 
 def _deep(case: Case) -> tuple[Any, Case]:
@@ -50,8 +50,11 @@ def _deep(case: Case) -> tuple[Any, Case]:
 
 
 def _loss(model: Any, case: Case) -> torch.Tensor:
-    labels = case.labels(ROWS, WIDTH)
-    return mean_loss(model(**case.inputs(ROWS, WIDTH), use_cache=False).logits, labels, units_of(labels))
+    """Something that every logit has a different part in."""
+    logits = model(**case.inputs(ROWS, WIDTH), use_cache=False).logits
+    weights = torch.arange(logits.numel(), dtype=logits.dtype).cos().view_as(logits)
+    loss: torch.Tensor = (logits * weights).mean()
+    return loss
 
 
 def _whole(model: Any, case: Case) -> Answer:
@@ -72,7 +75,7 @@ def _watch(model: nn.Module, case: Case) -> Facts:
     called = tuple({call.block for call in calls})
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     outside = frozenset(n for n in names if not n.startswith(tuple(f"{block}." for block in called)))
-    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda _: "")
+    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda at, into: "")
 
 
 @contextmanager
@@ -132,9 +135,11 @@ def _find_lives(model: nn.Module, facts: Facts, case: Case) -> Facts:
     return replace(facts, calls=tuple(calls))
 
 
-def _fault(model: nn.Module, facts: Facts, case: Case, at: int, wanted: Answer) -> str:
+def _fault(model: nn.Module, facts: Facts, case: Case, wanted: Answer, at: int, into: bool) -> str:
     """Why a model cannot be cut in two before a block; "" if it can."""
-    cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside)
+    if at == 0:
+        return ""
+    cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside, into)
     try:
         answer = _in_two([Stages(copy.deepcopy(model), cut, rank, 2, Schedule("1f1b")) for rank in range(2)], case)
     except Refused as refusal:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ def shapes_of(value: Any) -> Hashable:
     """What two micro-batches have in common if the same shapes pass through the model for both."""
     if hasattr(value, "shape"):
         return tuple(value.shape)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return tuple((key, shapes_of(one)) for key, one in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(shapes_of(one) for one in value)
@@ -87,27 +87,28 @@ class Mail:
             for way in ("forward", "backward") for peer in range(len(orders)) if peer != rank
         }  # fmt: skip
         self._arriving: dict[Message, tuple[tuple[Port, ...], list[torch.Tensor], list[Any]]] = {}
-        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._sending: list[tuple[Message, Any, torch.Tensor]] = []
         self._back: dict[tuple[int, int], tuple[Port, ...]] = {}  # gradients that are to come
 
     def send(self, chunk: int, micro: int, ports: tuple[Port, ...], tensors: Sequence[torch.Tensor]) -> None:
         """What a chunk needs for a micro-batch, to its owner."""
-        peer, key = self._owners[chunk], self._key(chunk, micro)
+        message: Message = ("forward", chunk, micro)
+        key = self._key(chunk, micro)
         if key not in self._known:
             self._known[key] = ports
             words = torch.frombuffer(bytearray(pickle.dumps(ports)), dtype=torch.uint8)
-            self._post("forward", peer, torch.tensor([len(words)]))
-            self._post("forward", peer, words)
+            self._post(message, torch.tensor([len(words)]))
+            self._post(message, words)
         elif self._known[key] != ports:
             raise RuntimeError(f"chunk {chunk} is given {ports}, before it was {self._known[key]}: shapes do not tell")
         self._back[chunk - 1, micro] = ports
         for tensor in tensors:
-            self._post("forward", peer, tensor.detach())
+            self._post(message, tensor.detach())
 
     def send_back(self, chunk: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
         """The gradients of what a chunk made, to its owner."""
         for gradient in gradients:
-            self._post("backward", self._owners[chunk], gradient.detach())
+            self._post(("backward", chunk, micro), gradient.detach())
 
     def receive(self, way: Way, chunk: int, micro: int) -> tuple[tuple[Port, ...], list[torch.Tensor]]:
         """What was sent for a chunk and a micro-batch; waits for it."""
@@ -117,15 +118,29 @@ class Mail:
         while message not in self._arriving:
             self._expect(expected.popleft(), source)
         ports, tensors, works = self._arriving.pop(message)
+        if expected and self._is_known(expected[0]):  # the next one may come while this one is computed with
+            self._expect(expected.popleft(), source)
         for work in works:
             work.wait()
+        if way == "backward":  # so what it is the gradient of has arrived
+            self._forget(("forward", chunk + 1, micro))
         return ports, [tensor.to(self._device) for tensor in tensors]
 
     def finish(self) -> None:
         """Waits until everything has been sent."""
-        for work, _ in self._sending:
+        for _, work, _ in self._sending:
             work.wait()
         self._sending.clear()
+
+    def _forget(self, arrived: Message) -> None:
+        """Lets go of tensors that were sent."""
+        left = []
+        for message, work, tensor in self._sending:
+            if message == arrived:
+                work.wait()
+            elif not work.is_completed():
+                left.append((message, work, tensor))
+        self._sending = left
 
     def _key(self, chunk: int, micro: int) -> Hashable:
         return (chunk, torch.is_grad_enabled(), self._keys[micro])
@@ -136,10 +151,12 @@ class Mail:
     def _on_host(self, group: dist.ProcessGroup) -> bool:
         return dist.get_backend(group) == "gloo"
 
-    def _post(self, way: Way, peer: int, tensor: torch.Tensor) -> None:
+    def _post(self, message: Message, tensor: torch.Tensor) -> None:
+        way, chunk, _ = message
+        peer = self._owners[chunk]
         group = self._group(way, self._rank, peer)
         tensor = tensor.to("cpu" if self._on_host(group) else self._device).contiguous()
-        self._sending.append((dist.isend(tensor, group=group, group_dst=peer), tensor))
+        self._sending.append((message, dist.isend(tensor, group=group, group_dst=peer), tensor))
 
     def _take(self, way: Way, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         group = self._group(way, source, self._rank)
@@ -152,6 +169,11 @@ class Mail:
         wanted = [port for port in ports if port.grad or way == "forward"]
         taken = [self._take(way, source, port.shape, port.dtype) for port in wanted]
         self._arriving[message] = ports, [tensor for tensor, _ in taken], [work for _, work in taken]
+
+    def _is_known(self, message: Message) -> bool:
+        """Whether it is clear what a message consists of."""
+        way, chunk, micro = message
+        return self._key(chunk, micro) in self._known if way == "forward" else (chunk, micro) in self._back
 
     def _ports(self, chunk: int, micro: int, source: int) -> tuple[Port, ...]:
         key = self._key(chunk, micro)

@@ -288,6 +288,9 @@ class _Pass:
             given.append(leaf)
             before = arguments.leaves[port.place]
             after = leaf if port.layout is None else self._divided(leaf, port.layout)
+            if self.stages.cut.into and isinstance(before, torch.Tensor) and before.dtype == after.dtype:
+                before.copy_(after)
+                continue
             arguments.leaves[port.place] = after
             if isinstance(before, torch.Tensor):
                 self._instead[id(before)] = (before, after)
