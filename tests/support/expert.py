@@ -32,9 +32,9 @@ def mesh_of(*sizes: int, names: tuple[str, ...] = ("data", "context")) -> Device
     return init_device_mesh("cpu", sizes, mesh_dim_names=names[: len(sizes)])
 
 
-def several(calls: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-    """Functions of this module one after the other: starting ranks takes longer than most of them."""
-    return [globals()[name](*args) for name, args in calls]
+def several(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Functions of this module one after the other, each by name with its arguments."""
+    return {what: globals()[name](*args) for what, (name, *args) in calls.items()}
 
 
 def trials(names: list[str]) -> dict[str, Any]:
@@ -44,9 +44,13 @@ def trials(names: list[str]) -> dict[str, Any]:
     return {name: judge(try_expert(case, mesh), alone(case)) for name, case in cases.items()}
 
 
-def refused(name: str) -> str:
+def refused(name: str, experts: int | None = None) -> str:
+    """Why a model cannot be spread; `experts`: how many it has, if not as many as other tiny models."""
+    case = tiny_case(name, "causal")
+    if experts is not None:
+        case.config.num_local_experts = experts
     try:
-        spread_experts(tiny_case(name, "causal").model(), mesh_of(dist.get_world_size()))
+        spread_experts(case.model(), mesh_of(dist.get_world_size()))
     except Refused as refusal:
         return str(refusal)
     return ""
