@@ -19,6 +19,7 @@ import torch
 from shardwise.observe.metrics import Record
 
 PARTS = ("data", "forward", "backward", "step")
+PIPELINED = ("data", "pipeline", "step")  # where forwards and backwards of several micro-batches take turns
 BESIDE = ("gather", "reduce", "offload")
 # What crosses each link, as a share of the message that the caller sees, in the ring that moves least (n ranks).
 BUS: dict[str, Callable[[int], float]] = {
@@ -69,7 +70,7 @@ class Window:
     def breakdown(self) -> dict[str, float]:
         """Seconds per step: the whole, its parts and the rest, then what runs beside them."""
         steps = max(1, self.steps)
-        parts = {name: self.seconds.get(name, 0.0) / steps for name in PARTS}
+        parts = {name: self.seconds.get(name, 0.0) / steps for name in (PIPELINED if "pipeline" in self.seconds else PARTS)}
         whole = self.whole / steps
         beside = {name: self.seconds[name] / steps for name in BESIDE if name in self.seconds}
         figures = {"whole": whole} | parts | {"other": max(0.0, whole - sum(parts.values()))} | beside
@@ -159,7 +160,7 @@ class _Span:
         self._end: Any = None
 
     def __enter__(self) -> None:
-        if self._name in PARTS:
+        if self._name in (*PARTS, *PIPELINED):
             self._timer._start()
         self._begin = self._now() if self._timer.is_inside else None
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.schema import Parallel
+from shardwise.models.build import find_blocks
 from shardwise.parallel.mesh import World
 from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, cut_model, probe
 from shardwise.parallel.roles import find_roles
@@ -74,8 +75,17 @@ def schedule_of(parallel: Parallel) -> Schedule:
 
 def _stages(model: Any, case: Case, parallel: Parallel, mesh: DeviceMesh, dtype: torch.dtype | None) -> Stages:
     schedule = schedule_of(parallel)
-    cut = cut_model(model, probe(case), mesh.size() * schedule.chunks)
+    cut = cut_model(model, probe(case), mesh.size() * schedule.chunks, block_weights(model))
     return Stages(model, cut, mesh.get_local_rank(), mesh.size(), schedule, dtype)
+
+
+def block_weights(model: Any) -> dict[str, float]:
+    """What each block costs, by its parameters: work and memory go with them. The head goes with the last block."""
+    weights = {name: float(sum(p.numel() for p in block.parameters())) for name, block in find_blocks(model)}
+    head = model.get_output_embeddings()
+    if weights and head is not None:
+        weights[list(weights)[-1]] += head.weight.numel()
+    return weights
 
 
 def _pipeline(stages: Stages, parallel: Parallel, world: World) -> Pipeline:

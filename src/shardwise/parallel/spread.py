@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.objectives.base import Loss, Objective
 from shardwise.parallel.mesh import World
+from shardwise.parallel.pipeline.schedule import Span, bubble, picture, simulate
 
 if TYPE_CHECKING:
     from shardwise.parallel.context.install import Context
@@ -41,6 +42,7 @@ class Spread:
     stages: Stages | None = None
     pipeline: Pipeline | None = None
     loads: ExpertLoads | None = None
+    _latest: list[Span] = field(default_factory=list)
     tiny: Any = None  # a model of the same class that runs in one process, for questions about its structure
 
     def take(self, sharded: ShardedModel) -> None:
@@ -82,6 +84,24 @@ class Spread:
             records[-1]["experts"] = {"worst": balance.worst, "mean": balance.mean, "tokens": total}
         return records
 
+    def idle(self) -> list[str]:
+        """How long the stages waited in the latest step, beside what their order costs on paper, drawn; collective."""
+        if self.pipeline is None or not self.pipeline.record:
+            return []
+        self.pipeline.spans = self._latest  # not those of an evaluation since
+        spans, ranks = self.pipeline.all_spans(), self.world.layout.pipeline
+        if not spans:
+            return []
+        times: dict[str, list[float]] = {}
+        for span in spans:
+            times.setdefault(span.action.kind, []).append(span.end - span.begin)
+        mean = {kind: sum(all_of) / len(all_of) for kind, all_of in times.items()}
+        micros = 1 + max(span.action.micro for span in spans)
+        paper = simulate(self.pipeline.schedule, ranks, micros, lambda action: mean[action.kind])
+        told = f"{bubble(spans, ranks):.0%} of the stages' time idle, {bubble(paper, ranks):.0%} on paper"
+        title = f"pipeline, last step ({self.pipeline.schedule.style}, {micros} micro-batches): {told}"
+        return [title, *picture(spans, ranks, width=72).splitlines()]
+
     @property
     def together(self) -> int:
         """Micro-batches that an evaluation takes at a time."""
@@ -116,6 +136,7 @@ class Spread:
         with self.active():
             found: list[Loss] = self.pipeline.step(batches, compute, to_backward, lambda chunk, last: prepare(last))
         self.stages.sum_shared_gradients()
+        self._latest = self.pipeline.spans
         return found
 
 

@@ -113,6 +113,7 @@ def fit(parts: Parts) -> Outcome:
                 parts.status.set("saving")
                 with parts.meter.paused():
                     save(parts)
+        report.noted(parts.spread.idle())
         parts.status.set("finishing the last checkpoint")
         parts.store.wait()
         outcome = Outcome(position.step, loss, eval_loss, stop, watch.enough)
@@ -281,6 +282,11 @@ class Report:
             if idle := without_gradient(parts.sharded, parts.update):
                 self._progress.note(idle)
             self._looked = True
+
+    def noted(self, lines: list[str]) -> None:
+        """Something to be told once."""
+        for line in lines if self._active else []:
+            self._progress.note(line)
 
     def evaluated(self, step: int, held_out: Evaluation) -> None:
         """A new evaluation."""

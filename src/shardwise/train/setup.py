@@ -88,6 +88,8 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedMode
 
         compute = None if run.precision == "fp32" else COMPUTE[run.precision]
         spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world, compute)
+        if spread.pipeline is not None:
+            spread.pipeline.record = run.log.breakdown
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model)
     if run.recompute == "full":
         for _, block in blocks:
