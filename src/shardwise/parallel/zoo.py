@@ -31,7 +31,7 @@ from shardwise.parallel.trial import Answer, Case, Refused, alone, judge
 RANKS = 2
 LIMIT = 120.0  # seconds of one trial
 
-SINGLE = {"xglm", "fsmt"}  # their masks overflow in double precision
+SINGLE = {"xglm", "fsmt", "mra"}  # their code knows no double precision
 
 Trial = Callable[[Case, DeviceMesh], Answer]
 # Where each axis computes a case on a mesh of one dimension; imported when asked for.
