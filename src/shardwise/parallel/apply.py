@@ -1,4 +1,4 @@
-"""The axes beyond data, applied to a model on `meta` in one visible order: pipeline → tensor → experts → context.
+"""The axes beyond data, applied to a model on `meta` in one visible order: experts → pipeline → tensor → context.
 
 What a model's parts are is asked of a tiny model of its class, which runs here in one process: nothing of the real one
 is needed but its names.
@@ -15,10 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.schema import Parallel
 from shardwise.models.build import find_blocks
+from shardwise.parallel.context.install import install_context
+from shardwise.parallel.expert import spread_experts
 from shardwise.parallel.mesh import World
 from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, cut_model, probe
 from shardwise.parallel.roles import find_roles
 from shardwise.parallel.spread import Spread
+from shardwise.parallel.tensor import divide_tensor
 from shardwise.parallel.trial import Case, Refused
 
 Blocks = list[tuple[str, nn.Module]]
@@ -40,25 +43,22 @@ def divide(
     `case` makes tiny models of the same class; `dtype` is what parameters are computed in, if not as they are stored.
     """
     spread = Spread(world, tiny=replace(case, dtype=torch.float32).model())
-    axis = "pipeline"
+    axis = "expert"
     try:
+        if world.expert is not None:
+            spread.experts = spread_experts(model, world.expert)
+        axis = "pipeline"
         if world.pipeline is not None:
             spread.stages = stages = _stages(model, case, parallel, world.pipeline, dtype)
             blocks = stages.blocks
-        if world.expert is not None:
-            axis = "expert"
-            from shardwise.parallel.expert import spread_experts
-
-            spread.experts = spread_experts(model, world.expert)
+            if spread.experts is not None:  # others are on other stages
+                mine = {n: m for n, m in spread.experts.named.items() if any(True for _ in m.parameters())}
+                spread.experts = replace(spread.experts, named=mine)
+        axis = "tensor"
         if world.tensor is not None:
-            axis = "tensor"
-            from shardwise.parallel.tensor import divide_tensor
-
             spread.tensor = divide_tensor(model, find_roles(case.model()), world.tensor)
+        axis = "context"
         if world.context is not None:
-            axis = "context"
-            from shardwise.parallel.context.install import install_context
-
             spread.context = install_context(model, world.context, parallel.context_kind)
     except Refused as refusal:
         raise AxisRefused(axis, refusal) from None

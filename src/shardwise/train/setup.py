@@ -1,6 +1,6 @@
 """From job to the loop's parts, in one visible order.
 
-build → adapters → pipeline → tensor → experts → context → recompute → activations → compile → shard → optimizer → fill
+build → adapters → experts → pipeline → tensor → context → recompute → activations → compile → shard → optimizer → fill
 → check → resume
 """
 
