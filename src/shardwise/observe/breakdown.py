@@ -70,7 +70,8 @@ class Window:
     def breakdown(self) -> dict[str, float]:
         """Seconds per step: the whole, its parts and the rest, then what runs beside them."""
         steps = max(1, self.steps)
-        parts = {name: self.seconds.get(name, 0.0) / steps for name in (PIPELINED if "pipeline" in self.seconds else PARTS)}
+        names = PIPELINED if "pipeline" in self.seconds else PARTS
+        parts = {name: self.seconds.get(name, 0.0) / steps for name in names}
         whole = self.whole / steps
         beside = {name: self.seconds[name] / steps for name in BESIDE if name in self.seconds}
         figures = {"whole": whole} | parts | {"other": max(0.0, whole - sum(parts.values()))} | beside
