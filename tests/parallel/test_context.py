@@ -50,6 +50,10 @@ def test_packed_documents_of_more_families_on_more_ranks() -> None:
         assert run_ranks(context.packed, 4, PACKED, BOTH, recomputed) == [{}] * 4
 
 
+def test_under_fsdp_recomputed_and_undivided() -> None:
+    assert run_ranks(context.sharded, 2, ["llama", "bloom", "jamba"]) == [{}] * 2
+
+
 def test_padded_rows() -> None:
     assert run_ranks(context.padded, 2) == ["", ""]
 

@@ -173,3 +173,31 @@ def refusal(name: str, task: Any = "causal") -> str:
     except Refused as refused:
         return str(refused)
     return ""
+
+
+def sharded(names: list[str]) -> dict[str, str]:
+    """What differs under FSDP over the same ranks, which averages, with blocks recomputed; and whole batches after."""
+    from torch.distributed._composable import checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size()
+    mesh, wrong = mesh_of(ranks), {}
+    for name in names:
+        case = tiny_case(name, "causal")
+        wanted, labels = alone(case), case.labels()
+        model = case.model()
+        context = install_context(model, mesh, "ring")
+        for _, block in find_blocks(model):
+            checkpoint(block)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        part = context.split(MicroBatch(case.inputs()["input_ids"], labels, None, None))
+        loss = mean_loss(model(**inputs_of(part)).logits, part.labels, units_of(labels))
+        (loss * ranks).backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        verdict = judge(Answer(total.item(), gradients_of(model)), wanted)
+        whole = mean_loss(model(**case.inputs(), use_cache=False).logits, labels, units_of(labels))
+        if not verdict.right or abs(whole.item() - wanted.loss) > 1e-6:
+            wrong[name] = f"{verdict}, undivided {whole.item()} for {wanted.loss}"
+    return wrong

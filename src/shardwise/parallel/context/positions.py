@@ -58,6 +58,7 @@ class Positions:
     def _tell(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._rows is None or self._told:
             return None
+        module.changed = True  # type: ignore[assignment]
         return (), _named(module, args, kwargs) | {"position_ids": self._rows.positions}
 
     def _lengthen(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -66,7 +67,7 @@ class Positions:
         given = _named(module, args, kwargs)
         positions = given["position_ids"]
         longest = torch.full_like(positions[..., :1], self._rows.layout.documents.longest - 1)
-        module.lengthened = True  # type: ignore[assignment]
+        module.changed = True  # type: ignore[assignment]
         return (), given | {"position_ids": torch.cat([positions, longest], -1)}
 
 
@@ -80,11 +81,12 @@ def _takes(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def _shorten(module: nn.Module, _: Any, output: Any) -> Any:
     """Without the position that was added."""
-    if not module.__dict__.pop("lengthened", False):
+    if not module.__dict__.pop("changed", False):
         return None
     return tree_map(lambda x: x[..., :-1, :], output)
 
 
 def _flatten(module: nn.Module, _: Any, output: Any) -> Any:
     """Some make one row of positions into a batch of one, and so make one too many of ours."""
-    return output[0] if isinstance(output, torch.Tensor) and output.ndim == 4 and len(output) == 1 else None
+    changed = module.__dict__.pop("changed", False)
+    return output[0] if changed and isinstance(output, torch.Tensor) and output.ndim == 4 and len(output) == 1 else None
