@@ -60,7 +60,7 @@ def on_meta(model: Any) -> Any:
 
 
 def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[float, float, str]]:
-    """Tensor parallelism × ZeRO, recomputing blocks, from `meta`: how far from one process."""
+    """Tensor parallelism × ZeRO, recomputing blocks, from `meta`, in two micro-batches: how far from one process."""
     from torch.distributed._composable import checkpoint
 
     from shardwise.models.build import find_blocks, materialise
@@ -68,7 +68,7 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     from shardwise.parallel.roles import find_roles
     from shardwise.parallel.tensor import divide_tensor
     from shardwise.parallel.trial import Answer, alone, gradients_of, judge, units_of
-    from shardwise.zero.stages import shard_model
+    from shardwise.zero.stages import ShardedModel, shard_model
 
     root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     found = {}
@@ -84,15 +84,18 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
         fill_from(model, case.model())
         model.train()
         mine = root["shard"].get_local_rank()
-        given = {n: x.chunk(2)[mine] for n, x in case.inputs().items()}
-        labels = case.labels()
-        own = labels.chunk(2)[mine].flatten()
-        with tensor.active():
-            logits = model(**tensor.inputs(given), use_cache=False).logits
-            # FSDP averages gradients over its ranks.
-            loss = token_losses(logits.flatten(0, 1), own).sum() / units_of(labels)
-            (2 * loss).backward()
-        total = loss.detach().clone()
+        labels, total = case.labels(), torch.zeros((), dtype=torch.float64)
+        sharded = ShardedModel(model, stage, root["replicate", "shard"])
+        for micro in range(2):
+            sharded.prepare_micro_batch(last=micro == 1)
+            given = {n: x.chunk(4)[2 * mine + micro] for n, x in case.inputs().items()}
+            own = labels.chunk(4)[2 * mine + micro].flatten()
+            with tensor.active():
+                logits = model(**tensor.inputs(given), use_cache=False).logits
+                # FSDP averages gradients over its ranks.
+                loss = token_losses(logits.flatten(0, 1), own).sum() / units_of(labels)
+                (2 * loss).backward()
+            total += loss.detach()
         dist.all_reduce(total, group=root["shard"].get_group())
         verdict = judge(Answer(total.item(), gradients_of(model)), alone(case))
         found[kind] = (verdict.loss, verdict.gradient, verdict.module)
@@ -216,6 +219,8 @@ def block_traffic() -> list[list[tuple[str, int]]]:
     hidden = DTensor.from_local(x.chunk(mesh.size(), 1)[mesh.get_local_rank()], mesh, [Shard(1)]).requires_grad_()
     positions = model.model.rotary_emb(x, torch.arange(16)[None])
     with tensor.active():
+        with torch.no_grad():  # what has never run is tried first
+            model.model.layers[0](hidden, attention_mask=None, position_embeddings=positions)
         with Wire() as forward:
             made = model.model.layers[0](hidden, attention_mask=None, position_embeddings=positions)
         with Wire() as backward:

@@ -7,8 +7,8 @@ multiplied with a part has a gradient that is a part of the sum.
 
 [Note: carefully] DTensor refuses what it has no rule for before anything is computed, and so on every rank alike. The
 innermost module around is then tried again with the outputs of its cut layers put together (fused projections that are
-split in ways of their own), and if that does not help, whole: its parameters are gathered for the time it takes. Under
-recomputation this must have happened before, in a forward without gradients: the first trial leaves its tensors behind.
+split in ways of their own), and if that does not help, whole: its parameters are gathered for the time it takes. What
+has never run is tried without gradients first: a trial that fails would leave its tensors with whoever recomputes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class TensorParallel:
         self.mesh, self.sequence = mesh, sequence
         self.whole: dict[str, str] = {}
         self._together: set[nn.Module] = set()  # cut layers whose outputs are put together
+        self._known: set[str] = set()  # modules that have been tried
         self._alone: set[str] = set()  # modules that turned out to need plain tensors
         add_rules()
         self._inside = False  # of a module that computes on plain tensors
@@ -121,6 +122,15 @@ class TensorParallel:
         """A module whose code DTensor may not be able to follow; see [Note: carefully]."""
         if self._inside:
             return forward(*args, **kwargs)
+        if name not in self._known and torch.is_grad_enabled():
+            copies = tree_map(lambda x: x.detach().clone() if isinstance(x, DTensor) else x, (args, kwargs))
+            devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):
+                self._attempt(name, module, forward, *copies[0], **copies[1])
+        return self._attempt(name, module, forward, *args, **kwargs)
+
+    def _attempt(self, name: str, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        self._known.add(name)
         while name not in self._alone:
             try:
                 return forward(*args, **kwargs)

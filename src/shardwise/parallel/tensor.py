@@ -54,7 +54,8 @@ def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bo
         if module in inside and _owns_matrices(module, cuts, name):
             module.register_forward_pre_hook(tensor.gather_inputs, with_kwargs=True)
             module.register_forward_hook(tensor.pin_outputs)
-        if not any(_within(block, [name]) for block in blocks if block != name) and _is_code(module):
+        above = not name or any(_within(block, [name]) for block in blocks if block != name)
+        if not above and _is_code(module):
             exchange(module, tensor.carefully, name, module)
     return tensor
 
