@@ -105,7 +105,7 @@ def test_every_schedule_on_four_ranks() -> None:
     kinds = [("t5", "seq2seq")]
     for found in run_ranks(pipelines.by_schedules, 4, kinds, [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)], 4):
         assert right(found), found
-    for found in run_ranks(pipelines.by_schedules, 4, [("gpt2", "causal")], [("1f1b", 1), ("gpipe", 1)], 3):
+    for found in run_ranks(pipelines.by_schedules, 4, [("gpt2", "causal")], [("1f1b", 1), ("gpipe", 1)], 3):  # < stages
         assert right(found), found
 
 
@@ -145,6 +145,15 @@ def test_idle_time_is_measured_and_a_pipeline_has_less_of_it() -> None:
         assert 0.1 < pipeline < naive  # on paper 0.2 and 0.5
         assert 0.5 <= naive < 0.8
         assert f"{naive:.0%} of the 2 ranks' time was idle" in text and "F0" in text
+
+
+def test_a_model_on_meta_computed_in_bf16() -> None:
+    first, last = run_ranks(pipelines.from_meta, 2)
+    for loss, gradient, _ in (first, last):
+        assert loss < 0.02 and gradient < 0.1
+    assert "model.embed_tokens.weight" in first[2] and "lm_head.weight" not in first[2]
+    assert "lm_head.weight" in last[2] and "model.embed_tokens.weight" not in last[2]
+    assert not {*first[2]} & {*last[2]}
 
 
 def test_evaluation_logits_and_names() -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import init_empty_weights
 from torch.distributed._composable import checkpoint as recompute
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from transformers import AutoModelForCausalLM
 
 from shardwise.models.attention import install
+from shardwise.models.build import materialise
 from shardwise.models.documents import Documents
 from shardwise.parallel.naive import explain_idle, spread_model
 from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, probe
@@ -144,14 +147,14 @@ def idle() -> tuple[float, float, str]:
     pipeline.record = True
     shares = []
     for one in (pipeline, naive):
-        for _ in range(2):  # the first step has shapes to tell
-            one.step(micros, _slowly, lambda loss: loss)
+        for some in (micros[:1], micros):  # the first step has shapes to tell
+            one.step(some, _slowly, lambda loss: loss)
         shares.append(bubble(one.all_spans(), ranks))
     return (*shares, explain_idle(naive))
 
 
 def _slowly(model: Any, micro: dict[str, Any]) -> torch.Tensor:
-    time.sleep(0.3)
+    time.sleep(0.2)
     return compute(model, micro)
 
 
@@ -205,3 +208,32 @@ def _placed(x: torch.Tensor, mesh: Any, where: Any) -> DTensor:
 def _divided_loss(model: Any, micro: dict[str, Any]) -> torch.Tensor:
     logits = model(input_ids=micro["input_ids"], use_cache=False).logits.full_tensor()
     return mean_loss(logits, micro["labels"], micro["units"])
+
+
+def from_meta() -> tuple[float, float, list[str]]:
+    """A deeper model than the one that was probed, made on `meta`, sharded and computed in bf16, as in a run."""
+    ranks, schedule = dist.get_world_size(), Schedule("1f1b")
+    mesh = init_device_mesh("cpu", (ranks, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
+    tiny = tiny_case("llama", "causal")
+    config = type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 7})
+    case = Case(config, "causal", dtype=torch.float32)
+    whole = case.model()
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config)
+    cut = cut_model(model, probe(tiny), ranks)
+    stages = Stages(model, cut, dist.get_rank(), ranks, schedule, torch.bfloat16)
+    shard_model(model, stages.blocks, mesh["replicate", "shard"], 3, "bf16")
+    materialise(model, CPU)
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.train().named_parameters():
+            parameter.to_local().copy_(values[name])
+    pipeline = Pipeline(stages, mesh.get_group("pipeline"), schedule, CPU)
+    with torch.backends.mkldnn.flags(enabled=False):  # its bf16 matmuls crash on some CPUs
+        results = pipeline.step(micro_batches_of(case, 2), compute, lambda loss: loss)
+    answer, wanted = gathered(stages, results, mesh.get_group("pipeline")), alone(case)
+    errors = [
+        float((answer.gradients[name].float() - gradient).norm() / gradient.norm())
+        for name, gradient in wanted.gradients.items()
+    ]
+    return abs(answer.loss - wanted.loss), max(errors), [name for name, _ in model.named_parameters()]

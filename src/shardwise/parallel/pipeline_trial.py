@@ -32,7 +32,7 @@ def try_pipeline(
 def micro_batches_of(case: Case, micros: int) -> list[dict[str, Any]]:
     """The rows of a case, divided; each knows the labels of all."""
     labels = case.labels()
-    parts = {name: value.chunk(micros) for name, value in (case.inputs() | {"labels": labels}).items()}
+    parts = {name: value.tensor_split(micros) for name, value in (case.inputs() | {"labels": labels}).items()}
     return [{name: values[i] for name, values in parts.items()} | {"units": units_of(labels)} for i in range(micros)]
 
 

@@ -118,7 +118,7 @@ class Mail:
         while message not in self._arriving:
             self._expect(expected.popleft(), source)
         ports, tensors, works = self._arriving.pop(message)
-        if expected and self._is_known(expected[0]):  # the next one may come while this one is computed with
+        if expected and self._may_come(expected[0], source):  # while this one is computed with
             self._expect(expected.popleft(), source)
         for work in works:
             work.wait()
@@ -170,10 +170,13 @@ class Mail:
         taken = [self._take(way, source, port.shape, port.dtype) for port in wanted]
         self._arriving[message] = ports, [tensor for tensor, _ in taken], [work for _, work in taken]
 
-    def _is_known(self, message: Message) -> bool:
-        """Whether it is clear what a message consists of."""
+    def _may_come(self, message: Message, source: int) -> bool:
+        """Whether a message can be asked for ahead: it is clear what it consists of, and nothing has to wait for it."""
         way, chunk, micro = message
-        return self._key(chunk, micro) in self._known if way == "forward" else (chunk, micro) in self._back
+        # NCCL groups that are bound to a device have one queue for all pairs, the others one for each pair.
+        free = getattr(self._group(way, source, self._rank), "bound_device_id", None) is None
+        known = self._key(chunk, micro) in self._known if way == "forward" else (chunk, micro) in self._back
+        return free and known
 
     def _ports(self, chunk: int, micro: int, source: int) -> tuple[Port, ...]:
         key = self._key(chunk, micro)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Pipeline:
         to_backward: Callable[[Any], torch.Tensor],
         before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
     ) -> list[Any]:
-        """Forward and backward of all micro-batches; what `compute` returned on the last stage, [] on the others.
+        """Forward and backward of all micro-batches; on the last stage what `compute` returned, detached; else [].
 
         `before_backward` is told the chunk and whether it is its last backward in this step (of split backwards it is
         told when all are done, since weights may be left). Gradients of what several
@@ -142,7 +143,7 @@ class _Step:
         if self._to_backward is not None:
             self._passed[chunk, micro] = passed
         if passed.wire is None:
-            self._results[micro] = passed.result
+            self._results[micro] = _detached(passed.result)
         elif self._owners[chunk + 1] == self._stages.rank:
             self._local["forward", chunk + 1, micro] = passed.wire
         else:
@@ -213,6 +214,19 @@ class _Step:
 
     def _timed(self, action: Action) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._clock is None else self._clock.timed(action)
+
+
+def _detached(value: Any) -> Any:
+    """A result without its graph, which would keep the activations of a whole step."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _detached(getattr(value, field.name)) for field in fields(value)})
+    if isinstance(value, dict):
+        return {key: _detached(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_detached(one) for one in value)
+    return value
 
 
 class _Clock:
