@@ -87,7 +87,7 @@ def check_objective_axes(run: Run) -> None:
     """What follows from what the model is trained to do."""
     kind = run.objective.type  # type: ignore[union-attr]
     for name in axes_used(run.parallel):
-        allowed = ("causal",) if name == "context" else ("causal", "masked", "seq2seq") if name == "tensor" else ONCE
+        allowed = {"context": ("causal", "masked"), "tensor": ("causal", "masked", "seq2seq")}.get(name, ONCE)
         if kind not in allowed:
             problem = f"is for {', '.join(allowed)} so far, and the objective is {kind}"
             raise UserError(f"parallel.{name}", getattr(run.parallel, name), problem, "leave it out")

@@ -32,7 +32,7 @@ class _Rows:
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
         """Sum over the labels."""
-        given = {"input_ids": batch.input_ids}
+        given = batch.inputs
         if self._decoder is not None:
             assert batch.sources is not None
             given["decoder_input_ids"] = self._decoder[batch.sources]

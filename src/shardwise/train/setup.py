@@ -21,6 +21,7 @@ from shardwise.config.methods import Full
 from shardwise.config.resolve import purpose_of
 from shardwise.data.loader import Loader
 from shardwise.data.purposes import ROW_PURPOSES
+from shardwise.errors import UserError
 from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.weights import load_weights, new_parameters
@@ -31,6 +32,7 @@ from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
+from shardwise.parallel.context.install import Context
 from shardwise.parallel.expert import count_loads
 from shardwise.parallel.mesh import World
 from shardwise.parallel.spread import Spread
@@ -168,6 +170,8 @@ def build_parts(
         apart = check_documents(asked, vocabulary, job, asked.device, say)
     if apart and spread.tiny is not None:
         install(model)
+    if spread.context is not None:
+        check_divided_rows(spread.context, run.data.packing, say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     if run.resume == "never" and world.is_main:
@@ -217,6 +221,18 @@ def check_documents(
     if trouble:
         say(f"attention: plain for this model ({trouble})")
     return False
+
+
+def check_divided_rows(context: Context, packing: bool, say: Callable[[str], None]) -> None:
+    """Refuses packed rows where the model cannot have them divided; tells what is computed on whole ones."""
+    found = context.findings
+    if packing and not found.packed:
+        problem = f"packed documents cannot be divided over ranks by this model ({found.trouble})"
+        raise UserError("data.packing", True, problem, "set data.packing: false, or parallel.context: 1")
+    if found.whole:
+        say(
+            f"context: {', '.join(sorted(found.whole))} mix positions by their own code and get whole rows on every rank"
+        )
 
 
 def _meter(
