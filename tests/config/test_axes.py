@@ -27,7 +27,7 @@ def the_run(**parallel: Any) -> Run:
         ({"tensor": 2, "pipeline": 16}, 8, ["parallel.pipeline = 16", "[1, 2, 4]"]),
         ({"pipeline": 2, "expert": 8}, 8, ["parallel.expert = 8", "4 ranks of a pipeline stage", "[1, 2, 4]"]),
         ({"tensor": 2, "quantize_weights": True}, 8, ["ZeRO++", "tensor"]),
-        ({"pipeline": 2, "schedule": "zbv", "zero": 2}, 8, ["zbv", "parallel.zero: 0"]),
+        ({"pipeline": 2, "schedule": "zbv", "zero": 3}, 8, ["zbv", "parallel.zero: 0"]),
     ],
 )
 def test_axes_that_do_not_fit_the_ranks(parallel: dict[str, Any], ranks: int, words: list[str]) -> None:

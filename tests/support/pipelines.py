@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.models.attention import install
 from shardwise.models.build import materialise
 from shardwise.models.documents import Documents
-from shardwise.parallel.naive import explain_idle, spread_model
-from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, probe
+from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, picture, probe
 from shardwise.parallel.pipeline_trial import compute, gathered, micro_batches_of, try_pipeline
 from shardwise.parallel.trial import Answer, Case, Refused, Verdict, alone, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.zoo import tiny_case
@@ -139,18 +138,20 @@ def other_uses() -> dict[str, Any]:
 def idle() -> tuple[float, float, str]:
     """The measured share of idle time of a pipeline and of ranks that take turns, where a forward takes long."""
     group, ranks = dist.group.WORLD, dist.get_world_size()
-    case, schedule = tiny_case("gpt2", "causal"), Schedule("1f1b")
-    model, facts, micros = case.model(), probe(case), micro_batches_of(case, 4)
-    naive = spread_model(case.model(), facts, group, CPU)
-    stages = Stages(model, cut_model(model, facts, ranks), dist.get_rank(), ranks, schedule)
-    pipeline = Pipeline(stages, group, schedule, CPU)
-    pipeline.record = True
-    shares = []
-    for one in (pipeline, naive):
+    case = tiny_case("gpt2", "causal")
+    facts, micros = probe(case), micro_batches_of(case, 4)
+    shares, drawn = [], ""
+    for schedule in (Schedule("1f1b"), Schedule("naive")):
+        model = case.model()
+        stages = Stages(model, cut_model(model, facts, ranks), dist.get_rank(), ranks, schedule)
+        pipeline = Pipeline(stages, group, schedule, CPU)
+        pipeline.record = True
         for some in (micros[:1], micros):  # the first step has shapes to tell
-            one.step(some, _slowly, lambda loss: loss)
-        shares.append(bubble(one.all_spans(), ranks))
-    return (*shares, explain_idle(naive))
+            pipeline.step(some, _slowly, lambda loss: loss)
+        spans = pipeline.all_spans()
+        shares.append(bubble(spans, ranks))
+        drawn = picture(spans, ranks)
+    return shares[0], shares[1], drawn
 
 
 def _slowly(model: Any, micro: dict[str, Any]) -> torch.Tensor:

@@ -78,8 +78,8 @@ def _check_company(run: Run, used: list[str]) -> None:
         raise UserError("compile", True, f"does not go with {axes} yet", "set compile: false")
     if run.precision == "fp16" and whole:
         raise UserError("precision", "fp16", f"is not offered with {axes}", "use precision: bf16 or fp32")
-    if parallel.schedule == "zbv" and parallel.zero:
-        problem = "torch drops gradients in silence where zero-bubble schedules meet sharded blocks"
+    if parallel.schedule == "zbv" and (parallel.zero == 3 or (parallel.zero and run.recompute != "none")):
+        problem = "a backward in two parts needs its weights in both: not at stage 3, nor sharded and recomputed"
         raise UserError("parallel.schedule", "zbv", problem, "set parallel.zero: 0, or use 1f1b or interleaved")
 
 

@@ -230,9 +230,8 @@ def check_divided_rows(context: Context, packing: bool, say: Callable[[str], Non
         problem = f"packed documents cannot be divided over ranks by this model ({found.trouble})"
         raise UserError("data.packing", True, problem, "set data.packing: false, or parallel.context: 1")
     if found.whole:
-        say(
-            f"context: {', '.join(sorted(found.whole))} mix positions by their own code and get whole rows on every rank"
-        )
+        named = ", ".join(sorted(found.whole))
+        say(f"context: {named} mix positions by their own code and get whole rows on every rank")
 
 
 def _meter(
