@@ -121,7 +121,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, cut: _Cut | None
+        ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, cut: _Cut | None = None
     ) -> torch.Tensor:
         to_hidden, to_weight, to_bias, *_ = ctx.needs_input_grad
         gradient = to_hidden or to_weight or to_bias

@@ -20,7 +20,7 @@ from shardwise.adapters.layers import is_linear
 from shardwise.adapters.quantized_experts import is_experts
 from shardwise.adapters.targets import output_head
 from shardwise.models.build import find_blocks
-from shardwise.parallel.watch import Seen, watch_forward
+from shardwise.parallel.watch import HIGHEST, Seen, watch_forward
 
 Kind = Literal["embedding", "positions", "block", "attention", "mlp", "norm", "router", "experts", "head", "other"]
 Cut = Literal["column", "row", "vocabulary", "experts", "whole"]
@@ -150,7 +150,8 @@ def _linear(name: str, pattern: str, count: int, seen: Seen) -> Role:
         return Role(pattern, kind, "row", count)
     if height == 1:
         return Role(pattern, kind, "column", count)
-    return Role(pattern, kind, "whole", count, f"{height} or more linear layers come after it in the block")
+    many = f"{height} or more" if height == HIGHEST else height
+    return Role(pattern, kind, "whole", count, f"{many} linear layers come after it in the block")
 
 
 def _owner(name: str) -> str:
