@@ -142,8 +142,9 @@ def join_world(device_type: str, backend: str, timeout: float, layout: Layout) -
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), store=store)
     meshes = _meshes(device.type, layout)
     # Own groups: sharing one with the training collectives crashes asynchronous checkpoints.
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    checkpoint = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout, 1800)))
+    host = "fake" if dist.get_backend() == "fake" else "gloo"  # ranks of a rehearsal talk to nobody
+    control = dist.new_group(backend=host, timeout=timedelta(seconds=timeout))
+    checkpoint = dist.new_group(backend=host, timeout=timedelta(seconds=max(timeout, 1800)))
     return World(
         rank, size, local_rank, device, control=control, checkpoint=checkpoint, layout=layout, **meshes
     )  # fmt: skip
