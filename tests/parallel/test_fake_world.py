@@ -36,6 +36,7 @@ def test_all_axes_on_thirty_two_ranks(tmp_path: Path) -> None:
     assert first["place"] == [0, 0, 0, 0] and last["place"] == [1, 0, 1, 1]
     assert "model.embed_tokens.weight" in first["names"] and "lm_head.weight" in last["names"]
     assert not set(first["names"]) & set(last["names"])
-    # Hidden states of what one stage sends are what the other takes, and gradients the other way.
-    assert first["wire"]["recv_"] == last["wire"]["send"] == last["wire"]["recv_"]
+    # Keys go round and hidden states between stages, gradients the other way; the first also tells their shapes.
+    assert last["wire"]["send"] == last["wire"]["recv_"] > 0
+    assert 0 < first["wire"]["send"] - first["wire"]["recv_"] < 4096
     assert all(one["wire"][kind] > 0 for one in found for kind in ("all_gather", "reduce_scatter", "all_to_all"))
