@@ -37,10 +37,9 @@ def test_right_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    source = source_of({"model_type": "mamba", "vocab_size": 515, "hidden_size": 32, "num_hidden_layers": 2}, tmp_path)
     with pytest.raises(UserError) as error:
-        check.check_axes(source, Parallel(context=2))
-    assert "parallel.context = 2: mamba cannot be divided so" in str(error.value)
+        check.check_axes(source_of(config_of("llama"), tmp_path), Parallel(expert=2))
+    assert "parallel.expert = 2: llama cannot be divided so: has no experts" in str(error.value)
 
 
 def test_what_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

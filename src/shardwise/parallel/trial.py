@@ -21,7 +21,7 @@ from shardwise.models.shrink import shrink
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
 
-ROWS, WIDTH = 4, 16
+ROWS, WIDTH, LONGER = 4, 16, 4
 LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest
 FIRST = 3  # ids before it are special
 
@@ -63,10 +63,11 @@ class Case:
     def inputs(self, rows: int = ROWS, width: int = WIDTH) -> dict[str, torch.Tensor]:
         """What the model's forward takes, `use_cache` apart."""
         random = torch.Generator().manual_seed(self.seed + 2)
-        given = {"input_ids": self._ids(rows, width, random)}
-        if self.task == "seq2seq":
-            given["decoder_input_ids"] = self._ids(rows, width, random)
-        return given
+        if self.task != "seq2seq":
+            return {"input_ids": self._ids(rows, width, random)}
+        # Sources of another width than targets: what is meant for the one would not do for the other.
+        source, target = self._ids(rows, width + LONGER, random), self._ids(rows, width, random)
+        return {"input_ids": source, "decoder_input_ids": target}
 
     def labels(self, rows: int = ROWS, width: int = WIDTH) -> torch.Tensor:
         """One per position of the logits (already shifted where that is the task); some are ignored."""

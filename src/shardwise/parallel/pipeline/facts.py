@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -81,10 +81,12 @@ def _watch(model: nn.Module, case: Case) -> Facts:
 @contextmanager
 def _hooks(blocks: list[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[None]:
     handles = []
+    made: dict[int, torch.Tensor] = {}  # by blocks so far; kept, so that no other tensor gets their place in memory
     for name, block in blocks:
 
         def hook(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            calls.append(_call(name, Arguments(args, kwargs), output))
+            calls.append(_call(name, Arguments(args, kwargs), output, made))
+            made.update({id(leaf): leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)})
 
         handles.append(block.register_forward_hook(hook, with_kwargs=True))
     try:
@@ -94,9 +96,10 @@ def _hooks(blocks: list[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[N
             handle.remove()
 
 
-def _call(name: str, arguments: Arguments, output: Any) -> Call:
-    """Every parameter has a gradient here, so what comes from one asks for its own."""
-    takes = {p: x for p, x in arguments.leaves.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+def _call(name: str, arguments: Arguments, output: Any, made: Mapping[int, torch.Tensor]) -> Call:
+    """What comes from parameters (each has a gradient here, so it asks for its own) or from blocks is to be taken."""
+    tensors = {p: x for p, x in arguments.leaves.items() if isinstance(x, torch.Tensor)}
+    takes = {p: x for p, x in tensors.items() if x.requires_grad or id(x) in made}
     if not takes:
         raise Refused(name, "none of its arguments comes from the blocks before it")
     free: dict[Place, torch.Size] = {place: x.shape for place, x in takes.items()}
