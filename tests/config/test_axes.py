@@ -9,6 +9,8 @@ from support.families import config_of
 from transformers import AutoConfig
 
 from shardwise.config.axes import check_axes, check_model_axes, check_objective_axes
+from shardwise.config.load import load_run
+from shardwise.config.resolve import resolve_machine
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import Layout, layout_of
@@ -85,3 +87,17 @@ def test_expert_groups_lie_in_a_stage() -> None:
     assert Layout(1, 4, 2, 2, 2, 4).expert_mesh == (2, 1, 2, 4)
     assert Layout(4, 1, expert=2).expert_mesh == (1, 2, 1, 2)  # stage 0: copies, nothing divided
     assert Layout(2, 2, tensor=2, expert=8).expert_mesh == (1, 1, 1, 8)
+
+
+def test_stages_get_micro_batches_to_work_on() -> None:
+    given = {"model": "m", "data": {"train": "x", "sequence_length": 64}, "device": "cpu", "ranks": 2}
+    micro = {}
+    for stages in (1, 2):
+        run = Run.model_validate(given | {"train": {"batch_size": 16}, "parallel": {"pipeline": stages}})
+        micro[stages] = resolve_machine(run).run.train.micro_batch_size
+    assert micro == {1: 8, 2: 2}  # 16 rows: 8 for each of two ranks, or 8 twos for two stages
+
+
+def test_what_others_call_them() -> None:
+    with pytest.raises(UserError, match=r"parallel\.tensor"):
+        load_run({"model": "m", "data": {"train": "x"}, "parallel": {"tp": 2}})

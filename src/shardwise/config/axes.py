@@ -39,8 +39,11 @@ def check_axes(run: Run, ranks: int) -> None:
         if (ranks // inner) % size or size * inner > ranks:
             left = max(1, ranks // inner)
             beside = f" / {inner} of the other axes" if inner > 1 else ""
-            problem = f"does not divide the {ranks} ranks{beside}"
-            raise UserError(f"parallel.{name}", size, problem, f"use one of {near_divisors(left, size)}")
+            problem = f"does not divide the {ranks} ranks{beside}" if ranks > 1 else "needs more than one rank"
+            remedy = (
+                f"use one of {near_divisors(left, size)}" if ranks > 1 else f"set ranks: {size} or a multiple of it"
+            )
+            raise UserError(f"parallel.{name}", size, problem, remedy)
         inner *= size
     stage = ranks // parallel.pipeline
     if stage % parallel.expert:
@@ -62,10 +65,9 @@ def _check_company(run: Run, used: list[str]) -> None:
     ):  # fmt: skip
         if setting != off:
             raise UserError(field, setting, f"offload works with ZeRO alone, not with {axes}", f"set {field}: {off}")
-    quantized = parallel.quantize_weights or parallel.quantize_gradients or parallel.secondary_shard is not None
-    if quantized:
-        problem = f"ZeRO++ works with ZeRO alone, not with {axes}"
-        raise UserError("parallel", axes, problem, "leave quantize_weights, quantize_gradients and secondary_shard out")
+    for name in ("quantize_weights", "quantize_gradients", "secondary_shard"):
+        if value := getattr(parallel, name):
+            raise UserError(f"parallel.{name}", value, f"ZeRO++ works with ZeRO alone, not with {axes}", "leave it out")
     if parallel.bucket is not None:
         raise UserError("parallel.bucket", parallel.bucket, f"goes by whole blocks beside {axes}", "leave it out")
     whole = {"tensor", "expert"} & set(used)
@@ -93,7 +95,7 @@ def check_objective_axes(run: Run) -> None:
             raise UserError(f"parallel.{name}", getattr(run.parallel, name), problem, "leave it out")
 
 
-def check_model_axes(run: Run, config: Any) -> None:
+def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
     """What follows from the model's config: heads, blocks and experts that an axis must divide."""
     parallel = run.parallel
     if not parallel.beyond_data:
@@ -110,7 +112,7 @@ def check_model_axes(run: Run, config: Any) -> None:
         if size > 1 and heads and divides and local % size:
             kind = "" if name == "tensor" else " (ulysses)"
             problem = f"does not divide the model's {local} attention heads{kind}"
-            legal = near_divisors(local, size) if local else [1]
+            legal = [n for n in near_divisors(local, size, 9) if not ranks or ranks % n == 0] if local else [1]
             remedy = f"use one of {legal}" + (", or context_kind: ring" if name == "context" else "")
             raise UserError(f"parallel.{name}", size, problem, remedy)
     if parallel.expert > 1:

@@ -59,6 +59,10 @@ _ELSEWHERE = {
     "lora_target_linear": "method.targets",
     "modules_to_save": "method.also",
     "lora_modules_to_save": "method.also",
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size", "sp"), "parallel.tensor"),
+    **dict.fromkeys(("cp", "context_parallel", "context_parallel_size", "sequence_parallel"), "parallel.context"),
+    **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_model_parallel_size", "pp_degree"), "parallel.pipeline"),
+    **dict.fromkeys(("ep", "expert_parallel", "expert_model_parallel_size", "ep_size"), "parallel.expert"),
 }
 # What others call the values of ours.
 _SYNONYMS = {

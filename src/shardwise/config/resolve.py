@@ -26,6 +26,7 @@ COUNTED_FROM_PADDING = frozenset(
     ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "ibert", "esm",
      "longformer", "luke", "mpnet", "xmod")
 )  # fmt: skip
+FULL = 4  # micro-batches for each stage of a pipeline, where the batch has them: a fifth of the time is idle at most
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
 
@@ -75,6 +76,8 @@ def resolve_machine(run: Run) -> Resolution:
     _check_method(result.run)
     check_metrics(result.run)
     _resolve_micro_batch(result, ranks)
+    if run.objective != "auto":
+        check_objective_axes(run)
     return result
 
 
@@ -288,8 +291,13 @@ def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
     if run.train.micro_batch_size != "auto":
         return
     per_rank, budget = run.train.batch_size // data_ranks(run.parallel, ranks), TOKENS_PER_FORWARD[run.device]
-    fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0 and d * run.data.sequence_length <= budget]
-    result.put("train.micro_batch_size", max(fits, default=1), f"at most {budget} tokens per forward on {run.device}")
+    divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+    fits = [d for d in divisors if d * run.data.sequence_length <= budget] or [1]
+    reason, wanted = f"at most {budget} tokens per forward on {run.device}", FULL * run.parallel.pipeline
+    if run.parallel.pipeline > 1 and per_rank // max(fits) < wanted:  # stages wait for one another
+        fits = [d for d in fits if per_rank // d >= wanted] or [1]
+        reason = f"{per_rank // max(fits)} micro-batches for {run.parallel.pipeline} stages to work on"
+    result.put("train.micro_batch_size", max(fits), reason)
 
 
 def task_wanted(run: Run) -> Task | None:
@@ -353,7 +361,8 @@ def resolve_model(result: Resolution, config: Any) -> None:
     length = result.run.data.sequence_length
     if limit and length > limit:
         raise UserError("data.sequence_length", length, f"the model has {limit} positions", f"use {limit} or less")
-    check_model_axes(result.run, config)
+    if result.run.parallel.beyond_data:
+        check_model_axes(result.run, config, world_size(result.run))
 
 
 def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:

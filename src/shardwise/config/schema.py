@@ -415,6 +415,8 @@ class Parallel(Section):
     def _of_use(self) -> Parallel:
         if self.chunks is not None and self.schedule != "interleaved":
             raise Clash("chunks", f"has no meaning with schedule: {self.schedule}", "set schedule: interleaved")
+        if self.chunks == 1:
+            raise Clash("chunks", "one stage per rank is not interleaved", "use 2 or more, or schedule: 1f1b")
         if self.pipeline == 1 and self.schedule != "1f1b":
             raise Clash("schedule", "there is no pipeline", "set pipeline to 2 or more, or leave it out")
         if self.context == 1 and self.context_kind != "ring":

@@ -18,7 +18,8 @@ from shardwise.models.build import find_blocks
 from shardwise.parallel.context.install import install_context
 from shardwise.parallel.expert import spread_experts
 from shardwise.parallel.mesh import World
-from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, cut_model, probe
+from shardwise.parallel.pipeline import Pipeline, Stages, cut_model, probe
+from shardwise.parallel.pipeline.schedule import schedule_of
 from shardwise.parallel.roles import find_roles
 from shardwise.parallel.spread import Spread
 from shardwise.parallel.tensor import divide_tensor
@@ -65,12 +66,6 @@ def divide(
     if spread.stages is not None:
         spread.pipeline = _pipeline(spread.stages, parallel, world)
     return spread, blocks
-
-
-def schedule_of(parallel: Parallel) -> Schedule:
-    """The order of a pipeline's work that settings ask for."""
-    several = {"interleaved": parallel.chunks or 2, "zbv": 2}
-    return Schedule(parallel.schedule, several.get(parallel.schedule, 1))
 
 
 def _stages(model: Any, case: Case, parallel: Parallel, mesh: DeviceMesh, dtype: torch.dtype | None) -> Stages:

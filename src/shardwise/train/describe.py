@@ -19,8 +19,9 @@ from shardwise.checkpoint.store import step_folder
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
-from shardwise.parallel.mesh import layout_of
+from shardwise.parallel.mesh import Layout, layout_of
 from shardwise.parallel.picture import axis_lines, picture
+from shardwise.parallel.pipeline.schedule import bubble, schedule_of, simulate
 from shardwise.zero.plusplus import describe_collectives
 from shardwise.zero.policy import held_by_place
 from shardwise.zero.stages import unmanaged
@@ -113,12 +114,14 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     )
     groups = f"; {layout.replicate} groups of {shard}" if layout.replicate > 1 < shard else ""
     groups += describe_collectives(run.parallel, shard, int(run.ranks))
-    divided = STAGES[run.parallel.zero] if layout.replicate * shard > 1 else "alone, nothing to divide"
+    divided = STAGES[run.parallel.zero] if layout.replicate * shard > 1 else _nothing(layout)
     where = f"{ranks} on {run.device} ({run.backend}), {run.precision}"
     table.add_row("ranks", f"{where}, ZeRO {run.parallel.zero}: {divided}{groups}")
     if run.parallel.beyond_data:
         table.add_row("axes", "; ".join(axis_lines(layout)))
         table.add_row("", Text(picture(layout, int(run.ranks)), no_wrap=True))
+        if layout.pipeline > 1:
+            table.add_row("pipeline", _pipeline(run, layout.pipeline, rounds))
     if run.parallel.bucket is not None:
         model = build_on_meta(job.source)
         apply_method(model, run, job.source.weights)
@@ -141,6 +144,20 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     )
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
+
+
+def _nothing(layout: Layout) -> str:
+    return "alone, nothing to divide" if layout.ranks == 1 else "no rank besides that has the same weights"
+
+
+def _pipeline(run: Run, stages: int, micros: int) -> str:
+    """The order of a pipeline's work, how long stages will wait for one another, and what would help."""
+    schedule = schedule_of(run.parallel)
+    idle = bubble(simulate(schedule, stages, micros, lambda a: 2.0 if a.kind == "backward" else 1.0), stages)
+    advice = "; a smaller micro_batch_size or a larger batch_size makes it less" if idle > 0.25 else ""
+    return (
+        f"{run.parallel.schedule}, {micros} micro-batches through {stages} stages: {idle:.0%} of the time idle{advice}"
+    )
 
 
 def _apart(run: Run) -> str:

@@ -63,7 +63,7 @@ _ONE_BIT = (
     "max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold"
 )
 _MEMORY = "every report has the memory in use; `metrics.jsonl`"
-_NO_TENSOR_PARALLEL = "activations are divided over a tensor-parallel group, and there is none yet"
+_NO_TENSOR_PARALLEL = "with `parallel.tensor` activations are divided along the sequence as they are"
 _NO_PIPELINE = "read by PipelineModule alone, which is not here; `model` is not split into stages"
 
 BATCH = [
@@ -101,7 +101,7 @@ PRECISION = [
     idle("data_types.buffer_dtype", "buffers keep the type the model gives them"),
     idle("data_types.keep_in_fp32_modules", "masters are fp32, and buffers keep the type the model gives them"),
     idle("communication_data_type", "gradients are reduced in fp32 always; fewer bytes: zero_quantized_gradients"),
-    idle("seq_parallel_communication_data_type", "there is no sequence parallelism yet"),
+    idle("seq_parallel_communication_data_type", "exchanged as they are computed"),
     idle("fp32_allreduce", "gradients are reduced in fp32 always"),
 ]  # fmt: skip
 
@@ -299,10 +299,10 @@ OTHERS = [
             "remove the block and give the batch by train_batch_size"),
     refused("autotuning.*", "nothing is tried out before the run", "remove the block; micro_batch_size: auto chooses"),
     refused("hybrid_engine.*", "it serves generation while training (RLHF), which is not here"),
-    refused("tensor_parallel.*", "there is no tensor parallelism yet", "remove the block, and use ZeRO stage 3"),
-    refused("expert_parallel.*", "there is no expert parallelism yet", "remove the block, and use ZeRO stage 3"),
-    refused("sequence_parallel_size", "there is no sequence parallelism yet", off=(*OFF, 1)),
-    idle("use_data_before_expert_parallelism", "there is no expert parallelism yet"),
+    refused("tensor_parallel.*", "a setting of RUN.yaml here", "remove the block, and set parallel.tensor"),
+    refused("expert_parallel.*", "a setting of RUN.yaml here", "remove the block, and set parallel.expert"),
+    refused("sequence_parallel_size", "a setting of RUN.yaml here", "drop it, and set parallel.context", off=(*OFF, 1)),
+    idle("use_data_before_expert_parallelism", "ranks with other experts are neighbours (`parallel.expert`)"),
     idle("pipeline.*", _NO_PIPELINE),
     idle("compile.*", "DeepSpeed's own graph passes, which change no result; ours is `compile: true`"),
     refused("graph_harvesting", "captured graphs are not here (DeepSpeed has removed it too)"),

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from shardwise.config.schema import Parallel
+
 Style = Literal["gpipe", "1f1b", "interleaved", "zbv", "naive"]
 Kind = Literal["forward", "backward", "input", "weight"]  # a backward is whole, or split into its two parts
 SIGNS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
@@ -71,6 +73,12 @@ class Schedule:
         return tuple(
             tuple(one for one in make(rank, ranks, micros, self.chunks) if one.micro < micros) for rank in range(ranks)
         )
+
+
+def schedule_of(parallel: Parallel) -> Schedule:
+    """The order of work that settings ask for."""
+    several = {"interleaved": parallel.chunks or 2, "zbv": 2}
+    return Schedule(parallel.schedule, several.get(parallel.schedule, 1))
 
 
 def _gpipe(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
