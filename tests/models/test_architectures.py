@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from support import scenarios
 from support.families import CAUSAL, MASKED, SEQ2SEQ, config_of
 from support.ranks import run_ranks
-from support.tiny import PAIRS, tiny_run, tokenizer_folder
+from support.tiny import rows_of_pairs, tiny_run, tokenizer_folder
 
 QUICK = ("gpt2", "qwen3", "mixtral", "bert", "t5")
 
@@ -24,10 +23,7 @@ def _each(*tables: dict[str, Any]) -> list[Any]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     tokenizer_folder(folder / "tokenizer")
-    chats = [json.loads(line)["messages"] for line in PAIRS.read_text().splitlines()]
-    pairs = [{"source": c[-2]["content"], "target": c[-1]["content"]} for c in chats]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": row["target"]}) + "\n" for row in pairs))
+    rows_of_pairs(folder)
     return folder
 
 

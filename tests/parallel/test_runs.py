@@ -10,7 +10,7 @@ import pytest
 from support import scenarios
 from support.families import config_of
 from support.ranks import run_ranks
-from support.tiny import PAIRS, saved_model, tiny_run, tokenizer_folder
+from support.tiny import PAIRS, rows_of_pairs, saved_model, tiny_run, tokenizer_folder
 
 STEPS = 10
 LOSS, NORM = 1e-5, 1e-4
@@ -77,10 +77,7 @@ def named(case: tuple[str, int, dict[str, Any]]) -> str:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("axes")
     tokenizer_folder(folder / "tokenizer")
-    chats = [json.loads(line)["messages"] for line in PAIRS.read_text().splitlines()]
-    pairs = [{"source": c[-2]["content"], "target": c[-1]["content"]} for c in chats]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": row["target"]}) + "\n" for row in pairs))
+    rows_of_pairs(folder)
     return folder
 
 

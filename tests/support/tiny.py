@@ -83,6 +83,14 @@ def saved_model(folder: Path, config: dict[str, Any], seed: int = 0, task: Task 
     return tokenizer_folder(folder)
 
 
+def rows_of_pairs(folder: Path) -> None:
+    """The pairs as rows for other tasks: pairs.jsonl (source and target) and texts.jsonl."""
+    chats = [json.loads(line)["messages"] for line in PAIRS.read_text().splitlines()]
+    pairs = [{"source": c[-2]["content"], "target": c[-1]["content"]} for c in chats]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": row["target"]}) + "\n" for row in pairs))
+
+
 def tiny_run(tmp: Path, model: Any = None, **changes: Any) -> dict[str, Any]:
     """A run of a few seconds: 20 steps of 12 packed sequences; `changes` are dotted paths with __ for dots."""
     run: dict[str, Any] = {
