@@ -23,6 +23,7 @@ from shardwise.models.tasks import auto_class
 
 ROWS, WIDTH, LONGER = 4, 16, 4
 LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest
+NOISE = {torch.float64: 1e-9}  # of the largest gradient: less is rounding (a bias of keys has none but that)
 FIRST = 3  # ids before it are special
 
 
@@ -133,15 +134,16 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def judge(answer: Answer, wanted: Answer) -> Verdict:
     """Compares; a gradient that is missing, or there without being wanted, is as wrong as can be."""
     worst, module = 0.0, ""
+    largest = max((float(g.abs().max()) for g in wanted.gradients.values() if g.numel()), default=0.0)
     for name in {*wanted.gradients, *answer.gradients}:
         ours, theirs = answer.gradients.get(name), wanted.gradients.get(name)
-        apart = _apart(ours, theirs)
+        apart = _apart(ours, theirs, largest)
         if not apart <= worst:
             worst, module = apart, name
     return Verdict(abs(answer.loss - wanted.loss), worst, module)
 
 
-def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None, largest: float) -> float:
     if ours is None or theirs is None:
         other = ours if ours is not None else theirs
         assert other is not None
@@ -150,4 +152,4 @@ def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
         return float("inf")
     if not theirs.numel():
         return 0.0
-    return float((ours - theirs).abs().max() / (theirs.abs().max() + 1e-12))
+    return float((ours - theirs).abs().max() / (theirs.abs().max() + NOISE.get(theirs.dtype, 1e-3) * largest + 1e-12))
