@@ -43,6 +43,11 @@ class Whole:
 
     model: Any
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """As ShardedModel's."""

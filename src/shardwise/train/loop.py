@@ -156,9 +156,7 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
 
 def agree_on_units(batch: StepBatch, world: World) -> StepBatch:
     """The batch with the counts over all ranks, where each rank knows its own micro-batches' alone."""
-    counts = torch.stack([micro.units for micro in batch.micro_batches]).sum(0)
-    if not world.leads:
-        counts.zero_()  # another rank has the same micro-batches
+    counts = torch.stack([micro.units for micro in batch.micro_batches]).sum(0) * world.leads  # not twice
     dist.all_reduce(counts, group=world.control)
     return replace(batch, supervised=int(counts.sum()), by_source=tuple(int(n) for n in counts))
 
@@ -173,8 +171,7 @@ def evaluate(parts: Parts) -> Evaluation:
             model, objective, loader, micro, world.device, world.place.data, world.layout.data,
             several=lambda batches: spread.losses(model, objective, batches), together=spread.together,
         )  # fmt: skip
-    if not spread.counts:
-        sums.zero_()  # what another rank tells
+    sums *= spread.counts  # the others' losses are nobody's, or another rank's too
     dist.all_reduce(sums, group=world.control)
     return evaluation_of(sums, objective, loader.names)
 
