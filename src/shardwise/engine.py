@@ -37,7 +37,7 @@ from shardwise.observe.breakdown import timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.optim.build import decay_groups
 from shardwise.optim.scaler import LossScaler
-from shardwise.parallel.mesh import Layout, World, join_world, shard_size
+from shardwise.parallel.mesh import World, join_world, layout_of, shard_size
 from shardwise.train.state import prime_optimizer, tensors_of
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
@@ -235,7 +235,7 @@ def initialize(
     check_places(checked.offload, checked.parallel.zero, checked.precision)
     if not cuda:
         _check_cpu(checked.precision)
-    layout = Layout(ranks // shard, shard)
+    layout = layout_of(checked.parallel, ranks)
     world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, layout)
     return Engine(model, optimizer, checked, world, fill)
 

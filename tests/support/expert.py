@@ -20,7 +20,7 @@ from shardwise.adapters.quantized import quantize_linears
 from shardwise.config.methods import Lora, Qlora
 from shardwise.models.build import find_blocks, materialise
 from shardwise.models.weights import fill_local
-from shardwise.parallel.expert import ExpertParallel, count_loads, expert_meshes, find_experts, spread_experts
+from shardwise.parallel.expert import ExpertParallel, count_loads, find_experts, spread_experts
 from shardwise.parallel.expert_trial import try_expert
 from shardwise.parallel.trial import Answer, Case, Refused, alone, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.zoo import tiny_case
@@ -66,11 +66,11 @@ def sharded(name: str, sizes: tuple[int, ...], expert: int, stage: int, folder: 
         case.config.num_local_experts = expert
     root = mesh_of(*sizes)
     dense = root["data", "context"]._flatten("shard") if len(sizes) > 1 else root
-    meshes = expert_meshes(root, ("data", "context")[: len(sizes)], expert)
+    experts_root = mesh_of(ranks // expert, expert, names=("data", "expert"))
     whole = case.model()
     model = copy.deepcopy(whole).to("meta")
-    parallel = spread_experts(model, meshes.expert)
-    _shard(model, parallel, dense, meshes.data, stage)
+    parallel = spread_experts(model, experts_root["expert"])
+    _shard(model, parallel, dense, experts_root["data"], stage)
     materialise(model, torch.device("cpu"))
     parameters, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     with torch.no_grad():
@@ -161,10 +161,10 @@ def _apart(ours: Any, theirs: Any) -> float:
 def beside_tensor(name: str, count: int, as_dtensor: tuple[bool, bool, bool]) -> dict[str, float]:
     """2 data × 2 tensor ranks, experts over all four: tokens that tensor ranks have in common are sent once."""
     root = mesh_of(2, 2, names=("data", "tensor"))
-    meshes, tensor = expert_meshes(root, ("data", "tensor"), 4), root["tensor"]
+    tensor = root["tensor"]
     plain = stack(name)
     holder = nn.ModuleDict({"experts": copy.deepcopy(plain)})
-    spread_experts(holder, meshes.expert)
+    spread_experts(holder, mesh_of(4, names=("expert",)))
     width = tiny_case(name, "causal").config.hidden_size
     apart: dict[str, float] = {}
     for data in range(2):

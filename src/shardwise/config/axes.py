@@ -24,10 +24,14 @@ def data_ranks(parallel: Parallel, ranks: int) -> int:
     return ranks // (parallel.tensor * parallel.context * parallel.pipeline)
 
 
+def divisors_of(number: int) -> list[int]:
+    """From 1 to the number itself."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
 def near_divisors(number: int, wanted: int, at_most: int = 4) -> list[int]:
     """Divisors of a number, those next to what was wanted."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:at_most])
+    return sorted(sorted(divisors_of(number), key=lambda d: (abs(d - wanted), d))[:at_most])
 
 
 def check_axes(run: Run, ranks: int) -> None:

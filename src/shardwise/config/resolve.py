@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.axes import axes_used, check_axes, check_model_axes, check_objective_axes, data_ranks
+from shardwise.config.axes import axes_used, check_axes, check_model_axes, check_objective_axes, data_ranks, divisors_of
 from shardwise.config.methods import Qlora
 from shardwise.config.metrics import check_metrics
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
@@ -160,9 +160,8 @@ def _check_parallel(run: Run, ranks: int) -> None:
         )
     spread = ranks // (run.parallel.pipeline * run.parallel.tensor)  # ranks along context hold the same weights
     if spread % shard_size(zero, shard, spread):
-        divisors = [d for d in range(1, spread + 1) if spread % d == 0]
         what = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
-        raise UserError("parallel.shard", shard, f"does not divide the {what}", f"use one of {divisors}")
+        raise UserError("parallel.shard", shard, f"does not divide the {what}", f"use one of {divisors_of(spread)}")
     check_plusplus(run.parallel, ranks)
     batch, micro = run.train.batch_size, run.train.micro_batch_size
     ranks = data_ranks(run.parallel, ranks)
@@ -174,7 +173,7 @@ def _check_parallel(run: Run, ranks: int) -> None:
         )
     if micro != "auto" and batch % (int(micro) * ranks):
         per_rank = batch // ranks
-        fits = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+        fits = divisors_of(per_rank)
         problem = f"batch_size {batch} on {among} is {per_rank} sequences per rank, not a multiple of it"
         raise UserError("train.micro_batch_size", micro, problem, f"use one of {fits[:12]}")
 
@@ -276,7 +275,7 @@ def check_plusplus(parallel: Parallel, ranks: int) -> None:
         problem = f"stage {zero} gathers its parameters once a step anyway"
         raise UserError("parallel.secondary_shard", secondary, problem, "set parallel.zero: 3, or leave it out")
     group = shard_size(zero, parallel.shard, ranks)
-    divisors = [d for d in range(1, group + 1) if group % d == 0]
+    divisors = divisors_of(group)
     if secondary not in divisors:
         whole = f"group of {group} ranks that the parameters are divided over"
         problem = f"is larger than the {whole}" if secondary > group else f"does not divide the {whole}"
@@ -291,8 +290,7 @@ def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
     if run.train.micro_batch_size != "auto":
         return
     per_rank, budget = run.train.batch_size // data_ranks(run.parallel, ranks), TOKENS_PER_FORWARD[run.device]
-    divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
-    fits = [d for d in divisors if d * run.data.sequence_length <= budget] or [1]
+    fits = [d for d in divisors_of(per_rank) if d * run.data.sequence_length <= budget] or [1]
     reason, wanted = f"at most {budget} tokens per forward on {run.device}", FULL * run.parallel.pipeline
     if run.parallel.pipeline > 1 and per_rank // max(fits) < wanted:  # stages wait for one another
         fits = [d for d in fits if per_rank // d >= wanted] or [1]

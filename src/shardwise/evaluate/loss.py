@@ -6,8 +6,6 @@ now, packed in the same order into the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,29 +29,11 @@ from shardwise.objectives.make import make_objective
 from shardwise.serve.generate import context_length
 from shardwise.train.heldout import evaluation_of, summed_losses
 from shardwise.train.job import Job
+from shardwise.train.selfcheck import Undivided
 from shardwise.train.setup import check_documents
 
 UNTRAINED = Adapted(0, 0, 0, 0, None, (), None)
 ALONE = ("causal", "seq2seq", "masked", "classify")  # objectives that need no model besides the one that is measured
-
-
-@dataclass
-class Whole:
-    """A model that is not sharded, where training's parts expect one that is."""
-
-    model: Any
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return next(self.model.parameters()).device  # type: ignore[no-any-return]
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """As ShardedModel's."""
-        self.model.eval()
-        with torch.no_grad():
-            yield
 
 
 @dataclass(frozen=True)
@@ -89,7 +69,7 @@ def measure_loss(
 
 
 def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, bar: Bar) -> Measured:
-    whole: Any = Whole(model)
+    whole: Any = Undivided(model)
     world: Any = Alone(model.device)
     notes: list[str] = []
     objective = make_objective(job, world, whole, check_documents(whole, vocabulary, job, world.device, notes.append))

@@ -102,7 +102,6 @@ def _hands_on(asked: Any) -> bool:
         marker.append(torch.randn(*hidden.shape[:-1], head.out_features, device=hidden.device).to(hidden.dtype))
         return marker[-1]
 
-    before = vars(head).get("forward")
     head.forward = mark
     ids = torch.arange(PROBE, device=asked.device)[None]
     try:
@@ -110,8 +109,6 @@ def _hands_on(asked: Any) -> bool:
             output = model(input_ids=ids, use_cache=False).logits
     finally:
         del head.forward
-        if before is not None:
-            head.forward = before
     same = len(marker) == 1 and output.shape == (1, PROBE, head.out_features)
     return same and torch.equal(output.float(), marker[0].float())
 

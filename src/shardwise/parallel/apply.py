@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.schema import Parallel
-from shardwise.models.build import find_blocks
 from shardwise.parallel.context.install import install_context
 from shardwise.parallel.expert import spread_experts
 from shardwise.parallel.mesh import World
 from shardwise.parallel.pipeline import Pipeline, Stages, cut_model, probe
+from shardwise.parallel.pipeline.cut import sizes_of
 from shardwise.parallel.pipeline.schedule import schedule_of
 from shardwise.parallel.roles import find_roles
 from shardwise.parallel.spread import Spread
@@ -75,8 +75,8 @@ def _stages(model: Any, case: Case, parallel: Parallel, mesh: DeviceMesh, dtype:
 
 
 def block_weights(model: Any) -> dict[str, float]:
-    """What each block costs, by its parameters: work and memory go with them. The head goes with the last block."""
-    weights = {name: float(sum(p.numel() for p in block.parameters())) for name, block in find_blocks(model)}
+    """What each block costs, by its parameters. The head goes with the last block."""
+    weights = sizes_of(model)
     head = model.get_output_embeddings()
     if weights and head is not None:
         weights[list(weights)[-1]] += head.weight.numel()

@@ -7,7 +7,6 @@ run on: two ranks along each axis show what more would.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import json
@@ -17,10 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cache import cache_root
 from shardwise.config.axes import axes_used
@@ -30,6 +28,10 @@ from shardwise.models.source import ModelSource
 from shardwise.parallel.mesh import Layout, layout_of
 
 LIMIT = 300.0  # seconds
+FORMAT = "2"  # of what is remembered
+
+if TYPE_CHECKING:
+    from shardwise.parallel.trial import Case
 
 
 def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
@@ -46,24 +48,26 @@ def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
 
 def check_axes(source: ModelSource, parallel: Parallel, say: Callable[[str], None] = lambda _: None) -> None:
     """Refuses axes that would not compute what one process computes."""
+    from shardwise.parallel.trial import tiny_case
+
     small, ranks = small_settings(parallel)
-    axes = axes_used(parallel)
-    remembered = cache_root() / "axes" / f"{_key(source, small)}.json"
+    axes, case = axes_used(parallel), tiny_case(source)
+    remembered = cache_root() / "axes" / f"{_key(case, small)}.json"
     if remembered.is_file():
         found = json.loads(remembered.read_text())
     else:
         say(f"checking {', '.join(axes)} on a tiny {source.config.model_type} model against one process")
         began = time.monotonic()
-        found = _try(source, small, ranks)
+        found = _try(case, small, ranks)
         remembered.parent.mkdir(parents=True, exist_ok=True)
         if found["outcome"] != "silent":  # a machine under load may be to blame
             part = remembered.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(found))
             part.rename(remembered)
-        if found["outcome"] == "right":
+        if found["outcome"] == "pass":
             apart = f"loss {found['loss']:.0e} and gradients {found['gradient']:.0e} apart"
             say(f"{', '.join(axes)}: the same as in one process ({apart}, {time.monotonic() - began:.1f} s)")
-    if found["outcome"] == "right":
+    if found["outcome"] == "pass":
         return
     axis = found.get("axis") or axes[0]
     kind = source.config.model_type
@@ -75,27 +79,24 @@ def check_axes(source: ModelSource, parallel: Parallel, say: Callable[[str], Non
     raise UserError(f"parallel.{axis}", getattr(parallel, axis), problem, "leave this axis out, or use another one")
 
 
-def _key(source: ModelSource, small: Parallel) -> str:
+def _key(case: Case, small: Parallel) -> str:
     """What the outcome depends on: the model's code and switches, the settings, and the versions of who computes."""
     import torch
     import transformers
 
     import shardwise
-    from shardwise.models.shrink import shrink
 
-    config = shrink(source.config)
-    told = [type(config).__module__, config.to_json_string(), source.task, small.model_dump_json()]
+    config = case.config
+    told = [FORMAT, type(config).__module__, config.to_json_string(), case.task, small.model_dump_json()]
     told += [torch.__version__, transformers.__version__, shardwise.__version__]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
 
 
-def _try(source: ModelSource, small: Parallel, ranks: int) -> dict[str, Any]:
+def _try(case: Case, small: Parallel, ranks: int) -> dict[str, Any]:
     """The outcome of the trial, from a process that imports once and forks the ranks."""
-    from shardwise.parallel.trial import tiny_case
-
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "case"
-        job.write_bytes(pickle.dumps((tiny_case(source), small, ranks)))
+        job.write_bytes(pickle.dumps((case, small, ranks)))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
@@ -129,31 +130,28 @@ def main(file: Path) -> None:
     print(json.dumps(told or (known[0] if len(known) == ranks else {"outcome": "silent", "why": "a rank crashed"})))
 
 
-def _on_rank(rank: int, folder: Path, case: Any, parallel: Parallel, layout: Layout) -> dict[str, Any]:
+def _on_rank(rank: int, folder: Path, case: Case, parallel: Parallel, layout: Layout) -> dict[str, Any]:
     import torch.distributed as dist
 
     from shardwise.parallel.apply import AxisRefused
     from shardwise.parallel.mesh import join_world
-    from shardwise.parallel.trial import alone, judge
+    from shardwise.parallel.trial import Verdict, alone, judge
     from shardwise.parallel.whole_trial import try_axes
+    from shardwise.parallel.zoo import outcome_of
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "LOCAL_RANK": str(rank)}
-    try:
-        wanted = alone(case)
-        limit = datetime.timedelta(seconds=LIMIT)
+    refused: dict[str, str] = {}
+
+    def divided() -> Verdict:
+        wanted, limit = alone(case), datetime.timedelta(seconds=LIMIT)
         dist.init_process_group("gloo", f"file://{folder}/meet", limit, layout.ranks, rank)
-        verdict = judge(try_axes(case, parallel, join_world("cpu", "gloo", LIMIT, layout)), wanted)
-    except AxisRefused as refusal:
-        return {"outcome": "refused", "axis": refusal.axis, "why": str(refusal)}
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        return {"outcome": "refused", "why": f"{type(error).__name__}: {line}"}
-    found = {"loss": verdict.loss, "gradient": verdict.gradient}
-    if verdict.right:
-        return found | {"outcome": "right"}
-    return found | {"outcome": "wrong", "why": f"the gradient of {verdict.module}" if verdict.module else "the loss"}
+        try:
+            return judge(try_axes(case, parallel, join_world("cpu", "gloo", LIMIT, layout)), wanted)
+        except AxisRefused as refusal:
+            refused["axis"] = refusal.axis
+            raise
+
+    return outcome_of(divided) | refused
 
 
 if __name__ == "__main__":

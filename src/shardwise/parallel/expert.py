@@ -5,17 +5,8 @@ ranks of their experts (expert_modules.py) and lets the model's own code compute
 are DTensors, `Shard(0)` over the group, so checkpoints and files know them whole.
 
 [Note: one root mesh] FSDP puts its own mesh before that of the experts, and torch does so only for meshes of one root.
-The expert groups are `expert` consecutive ranks of those of a pipeline stage, which dense weights see as data × context
-× tensor. So the root is the mesh of everything, those axes last and side by side, and `expert_meshes` cuts the same
-ranks a second time:
-
-    root   = init_device_mesh(device, (pipeline, data, context, tensor), mesh_dim_names=(...))
-    meshes = expert_meshes(root, ("data", "context", "tensor"), expert)
-    parallel = spread_experts(model, meshes.expert)            # on meta; before anything is sharded
-    for module in parallel.modules:                            # before the blocks that they are in
-        fully_shard(module, mesh=meshes.data, shard_placement_fn=parallel.placement(meshes.data), ...)
-    parallel.average_over(data * context, meshes.data)
-    fully_shard(block, mesh=root["data", "context"]._flatten("shard"), ...)
+Experts have a root of their own (mesh.py): the ranks of a pipeline stage as (replicate, shard, expert). Each module of
+`modules` is sharded over the first two, with `placement`, before the block that it is in.
 
 [Note: gradients of experts] An expert sees the tokens of its whole group, so its gradient is already the sum over the
 group's ranks, and FSDP adds the groups up and divides by their number. Where dense gradients are averages over n ranks,
@@ -38,28 +29,6 @@ from shardwise.adapters.layers import is_added
 from shardwise.parallel.expert_loads import ExpertLoads
 from shardwise.parallel.expert_modules import RoutedExperts, SpreadExperts, experts_in, style_of
 from shardwise.parallel.trial import Refused
-
-
-@dataclass(frozen=True)
-class ExpertMeshes:
-    """The ranks of a pipeline stage as groups of experts: within one (`expert`), and across them (`data`)."""
-
-    expert: DeviceMesh
-    data: DeviceMesh
-
-
-def expert_meshes(root: DeviceMesh, axes: tuple[str, ...], expert: int, shard: int | None = None) -> ExpertMeshes:
-    """Cuts the ranks along `axes` of a root mesh into groups of `expert`; every rank of the run must call it.
-
-    With `shard`, `data` has two axes (replicate × shard), as hybrid sharding and ZeRO 0 want it.
-    """
-    stage = root[axes]._flatten("stage") if len(axes) > 1 else root[axes[0]]
-    groups = stage.size() // expert
-    if shard is None:
-        cut = stage._unflatten(0, (groups, expert), ("expert_data", "expert"))
-        return ExpertMeshes(cut["expert"], cut["expert_data"])
-    cut = stage._unflatten(0, (groups // shard, shard, expert), ("expert_replicate", "expert_shard", "expert"))
-    return ExpertMeshes(cut["expert"], cut["expert_replicate", "expert_shard"])
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.adapters.quantized_experts import is_experts
 from shardwise.parallel.expert_exchange import Exchange
+from shardwise.parallel.local import to_whole
 from shardwise.parallel.trial import Refused
 
 
@@ -66,7 +67,7 @@ class RoutedExperts(SpreadExperts):
         if replicas is None:
             return self._dispatch(*given)
         # Tensor parallelism: each rank has every token. It sends a share of them, and the results are put together.
-        rows, numbers, shares = (_as_dtensor(x.flatten(0, -2), replicas) for x in given)
+        rows, numbers, shares = (to_whole(x.flatten(0, -2), replicas) for x in given)
         parts = (x.redistribute(replicas, [Shard(0)]).to_local() for x in (rows, numbers, shares))
         done = DTensor.from_local(
             self._dispatch(*parts), replicas, [Shard(0)], run_check=False, shape=rows.shape, stride=rows.stride()
@@ -160,7 +161,3 @@ def _connected(rows: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Te
 def _refuse_replicas(module: nn.Module, rows: torch.Tensor) -> None:
     if isinstance(rows, DTensor):
         raise Refused("", f"{type(module).__name__} cannot share out the tokens of tensor parallelism")
-
-
-def _as_dtensor(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)

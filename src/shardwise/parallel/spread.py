@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.objectives.base import Loss, Objective
 from shardwise.parallel.mesh import World
-from shardwise.parallel.pipeline.schedule import Span, bubble, picture, simulate
+from shardwise.parallel.pipeline.schedule import bubble, picture, simulate
 
 if TYPE_CHECKING:
     from shardwise.parallel.context.install import Context
@@ -42,7 +42,6 @@ class Spread:
     stages: Stages | None = None
     pipeline: Pipeline | None = None
     loads: ExpertLoads | None = None
-    _latest: list[Span] = field(default_factory=list)
     tiny: Any = None  # a model of the same class that runs in one process, for questions about its structure
 
     def take(self, sharded: ShardedModel) -> None:
@@ -88,7 +87,6 @@ class Spread:
         """How long the stages waited in the latest step, beside what their order costs on paper, drawn; collective."""
         if self.pipeline is None or not self.pipeline.record:
             return []
-        self.pipeline.spans = self._latest  # not those of an evaluation since
         spans, ranks = self.pipeline.all_spans(), self.world.layout.pipeline
         if not spans:
             return []
@@ -109,15 +107,11 @@ class Spread:
 
     def losses(self, model: Any, objective: Objective, batches: list[Any]) -> list[Loss]:
         """Without backward; none where another stage knows them."""
-
-        def compute(model: Any, batch: Any) -> Loss:
-            return objective(model, self.share(batch))
-
         with self.active():
             if self.pipeline is not None:
-                found: list[Loss] = self.pipeline.evaluate(batches, compute)
+                found: list[Loss] = self.pipeline.evaluate(batches, self._on_share(objective))
                 return found
-            return [compute(model, batch) for batch in batches]
+            return [objective(model, self.share(batch)) for batch in batches]
 
     def learn(
         self,
@@ -129,15 +123,14 @@ class Spread:
     ) -> list[Loss]:
         """Through the pipeline: forward and backward of all micro-batches; `prepare` as of ShardedModel."""
         assert self.pipeline is not None and self.stages is not None
-
-        def compute(model: Any, batch: Any) -> Loss:
-            return objective(model, self.share(batch))
-
+        compute = self._on_share(objective)
         with self.active():
             found: list[Loss] = self.pipeline.step(batches, compute, to_backward, lambda chunk, last: prepare(last))
         self.stages.sum_shared_gradients()
-        self._latest = self.pipeline.spans
         return found
+
+    def _on_share(self, objective: Objective) -> Objective:
+        return lambda model, batch: objective(model, self.share(batch))  # type: ignore[return-value]
 
 
 def _copies(parameter: torch.Tensor) -> int:

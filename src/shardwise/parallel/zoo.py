@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.objectives import Task
 from shardwise.models.shrink import shrink
-from shardwise.parallel.trial import Answer, Case, Refused, alone, judge
+from shardwise.parallel.trial import Answer, Case, Refused, Verdict, alone, judge
 
 RANKS = 2
 LIMIT = 120.0  # seconds of one trial
@@ -135,12 +135,21 @@ def _on_rank(rank: int, model_type: str, task: Task, axis: str, folder: Path) ->
         wanted = alone(case)
     except BaseException as error:
         return {"outcome": "unbuilt", "why": _line(error)}
-    try:
+
+    def divided() -> Verdict:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS,
             timeout=datetime.timedelta(seconds=40),
         )  # fmt: skip
-        verdict = judge(_ready(axis)(case, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(axis,))), wanted)
+        return judge(_ready(axis)(case, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(axis,))), wanted)
+
+    return outcome_of(divided)
+
+
+def outcome_of(trial: Callable[[], Verdict]) -> dict[str, Any]:
+    """What a trial came to: `pass`, `wrong` with what is off, or `refused` with the reason."""
+    try:
+        verdict = trial()
     except Refused as refusal:
         return {"outcome": "refused", "why": str(refusal)}
     except BaseException as error:
@@ -149,7 +158,7 @@ def _on_rank(rank: int, model_type: str, task: Task, axis: str, folder: Path) ->
     found = {"loss": verdict.loss, "gradient": verdict.gradient}
     if verdict.right:
         return found | {"outcome": "pass"}
-    return found | {"outcome": "wrong", "why": f"the gradient of {verdict.module}"}
+    return found | {"outcome": "wrong", "why": f"the gradient of {verdict.module}" if verdict.module else "the loss"}
 
 
 def _line(error: BaseException) -> str:

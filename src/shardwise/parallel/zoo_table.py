@@ -6,7 +6,6 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwise.config.objectives import Task
 from shardwise.errors import UserError
-from shardwise.parallel.zoo import AXES, Result, architectures, trials
+from shardwise.parallel.zoo import AXES, Result, architectures, as_json, trials
 
 TASKS: tuple[Task, ...] = ("causal", "masked", "seq2seq")
 SIGNS = {"pass": "✓", "wrong": "WRONG", "refused": "–", "unbuilt": ""}
@@ -40,7 +39,7 @@ def run_zoo(names: Sequence[str], axes: Sequence[str], tasks: Sequence[str], kep
             if (axis, task, name) not in known:
                 known[axis, task, name] = next(trials(axis, task, [name]))
                 if kept is not None:
-                    kept.write_text(json.dumps([asdict(one) for one in known.values()], indent=1))
+                    kept.write_text(as_json(list(known.values())))
             progress.advance(bar)
     return [known[one] for one in wanted]
 

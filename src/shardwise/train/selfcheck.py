@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,19 +38,25 @@ class Whole(Protocol):
     def evaluation(self) -> AbstractContextManager[None]: ...
 
 
-class Tiny:
-    """A model that stands for a larger one of its class."""
+@dataclass
+class Undivided:
+    """A model that is not sharded, where training's parts expect one that is."""
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.device = model, torch.device("cpu")
+    model: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """As of ShardedModel."""
+        training = self.model.training
         self.model.eval()
         with torch.no_grad():
             yield
-        self.model.train()
+        self.model.train(training)
 
 
 def check_model(

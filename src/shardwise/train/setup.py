@@ -40,7 +40,7 @@ from shardwise.parallel.trial import tiny_case
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
 from shardwise.train.meter import Meter
-from shardwise.train.selfcheck import Tiny, Whole, check_decoder, check_model
+from shardwise.train.selfcheck import Undivided, Whole, check_decoder, check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
 from shardwise.zero.activations import place_inputs
@@ -164,7 +164,7 @@ def build_parts(
     fill_model(job, sharded, masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
-    asked: Whole = sharded if spread.tiny is None else Tiny(spread.tiny)
+    asked: Whole = sharded if spread.tiny is None else Undivided(spread.tiny)
     vocabulary = asked.model.get_input_embeddings().num_embeddings
     with explain_divided(run.parallel.bucket):
         apart = check_documents(asked, vocabulary, job, asked.device, say)

@@ -28,9 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.errors import UserError
 from shardwise.observe.breakdown import OFF, Timer
+from shardwise.zero.collectives import all_gather
 
 # torch 2.13 has a new name for it and warns of the old one, which is all that 2.11 has.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SMALL = 4096  # bytes; scalars such as running auxiliary losses stay where they are
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.split import chunks_of, take_columns
 from shardwise.parallel.trial import Refused
+from shardwise.zero.collectives import all_gather
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class _Gather(torch.autograd.Function):
         ranks = dist.get_world_size(group)
         sent = part.to(torch.uint8) if part.dtype == torch.bool else part
         found = torch.empty((ranks, *sent.shape), dtype=sent.dtype, device=sent.device)
-        dist.all_gather_into_tensor(found, sent.contiguous()[None], group=group)
+        all_gather(found, sent.contiguous()[None], group=group)
         chunks: dict[int, torch.Tensor] = {}
         for rank, one in enumerate(found.to(part.dtype)):
             chunks |= zip(chunks_of(ranks, rank, zigzag), one.chunk(2, dim), strict=True)

@@ -125,7 +125,7 @@ def cut_model(model: nn.Module, facts: Facts, stages: int, weights: Mapping[str,
     calls, like = _stretch(facts, list(blocks))
     if len(calls) < stages:
         raise Refused("", f"{len(calls)} blocks cannot be divided among {stages} stages")
-    size = weights or {name: float(sum(p.numel() for p in block.parameters())) for name, block in blocks.items()}
+    size = weights or sizes_of(model)
     sizes = [size[call.block] for call in calls]
     faults: list[str] = []
     for into in (False, True):
@@ -138,6 +138,11 @@ def cut_model(model: nn.Module, facts: Facts, stages: int, weights: Mapping[str,
             if all(allowed[begin] for begin, _ in ranges):
                 return Cut(tuple(calls), ranges, facts.outside, into)
     raise Refused("", faults[0])
+
+
+def sizes_of(model: nn.Module) -> dict[str, float]:
+    """The parameters of each block: work and memory go with them."""
+    return {name: float(sum(p.numel() for p in block.parameters())) for name, block in find_blocks(model)}
 
 
 def balance(weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()) -> tuple[tuple[int, int], ...] | None:

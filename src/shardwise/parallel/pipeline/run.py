@@ -113,7 +113,8 @@ class _Step:
         self._owners, self._order = pipeline.owners, orders[stages.rank]
         keys = [shapes_of(micro) for micro in micro_batches]
         self._mail = Mail(pipeline.links, stages.rank, pipeline.owners, orders, keys, pipeline._known, pipeline.device)
-        self._clock = _Clock(stages.rank, pipeline.device) if pipeline.record else None
+        timed = pipeline.record and to_backward is not None
+        self._clock = _Clock(stages.rank, pipeline.device) if timed else None
         self._pipeline = pipeline
         self._passed: dict[tuple[int, int], Passed] = {}
         self._local: dict[Any, Any] = {}  # between two chunks of this rank
