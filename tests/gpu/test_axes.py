@@ -23,7 +23,11 @@ AXES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "expert": ("mixtral", 2, {"parallel__expert": 2}),
     "tensor-zero3": ("qwen3", 4, {"parallel__tensor": 2, "parallel__zero": 3}),
     "tensor-pipeline": ("gpt2", 4, {"parallel__tensor": 2, "parallel__pipeline": 2}),
-}
+    "five": (
+        "mixtral", 8,
+        {f"parallel__{axis}": 2 for axis in ("tensor", "context", "pipeline", "expert")} | {"parallel__zero": 1},
+    ),
+}  # fmt: skip
 _ALONE: dict[tuple[str, str], Any] = {}
 
 

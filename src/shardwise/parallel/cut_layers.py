@@ -183,6 +183,8 @@ def gather(x: DTensor) -> DTensor:
     known: DTensor | None = getattr(x, "_gathered", None)
     if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
         known = x.redistribute(placements=[Replicate()])
+        if not known._local_tensor.is_contiguous():  # torch 2.11 leaves the padding of uneven parts in between
+            known = known.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
         x._gathered = known  # type: ignore[attr-defined]
     return known
 

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.schema import Parallel, Run
+from shardwise.parallel.shared_card import teach_gathers
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def join_world(device_type: str, backend: str, timeout: float, layout: Layout) -
         # One process alone needs no meeting point, hence no port.
         store = HashStore() if size == 1 else None
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), store=store)
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        teach_gathers()
     meshes = _meshes(device.type, layout)
     # Own groups: sharing one with the training collectives crashes asynchronous checkpoints.
     host = "fake" if dist.get_backend() == "fake" else "gloo"  # ranks of a rehearsal talk to nobody

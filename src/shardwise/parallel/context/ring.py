@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardwise.parallel.context.blocks import block_of, grad_of_sinks, merge, sunk, wide
 from shardwise.parallel.context.mask import ContextMask, Rule, Scores
 from shardwise.parallel.context.split import Layout
+from shardwise.parallel.shared_card import goes_by_host
 
 KEYS, GRADIENTS = 0, 1  # tags: both are under way at the same time
 
@@ -33,27 +34,28 @@ class RingWire:
         after, before = (
             dist.get_global_rank(self.group, (self.rank + step) % self.ranks) for step in (1, self.ranks - 1)
         )
-        arriving = torch.empty_like(buffer)
+        leaving = buffer.cpu() if goes_by_host(self.group) else buffer
+        arriving = torch.empty_like(leaving)
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, buffer, after, self.group, tag),
+                dist.P2POp(dist.isend, leaving, after, self.group, tag),
                 dist.P2POp(dist.irecv, arriving, before, self.group, tag),
             ]
         )
-        return Arriving(buffer, arriving, works)
+        return Arriving(leaving, arriving, works, buffer.device)
 
 
 class Arriving:
     """A buffer on its way here, and the one that is leaving: neither may be touched before it has been waited for."""
 
-    def __init__(self, leaving: torch.Tensor, arriving: torch.Tensor, works: list[Any]) -> None:
-        self._leaving, self._arriving, self._works = leaving, arriving, works
+    def __init__(self, leaving: torch.Tensor, arriving: torch.Tensor, works: list[Any], device: torch.device) -> None:
+        self._leaving, self._arriving, self._works, self._device = leaving, arriving, works, device
 
     def wait(self) -> torch.Tensor:
         """What has arrived."""
         for work in self._works:
             work.wait()
-        return self._arriving
+        return self._arriving.to(self._device)
 
 
 def _together(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardwise.parallel.pipeline.schedule import Orders
 from shardwise.parallel.pipeline.stage import Port
+from shardwise.parallel.shared_card import goes_by_host
 
 Way = Literal["forward", "backward"]
 Message = tuple[Way, int, int]  # which way, the chunk it is for, the micro-batch
@@ -148,19 +149,16 @@ class Mail:
     def _group(self, way: Way, source: int, target: int) -> dist.ProcessGroup:
         return self._links.messages[way, target > source]
 
-    def _on_host(self, group: dist.ProcessGroup) -> bool:
-        return dist.get_backend(group) == "gloo"
-
     def _post(self, message: Message, tensor: torch.Tensor) -> None:
         way, chunk, _ = message
         peer = self._owners[chunk]
         group = self._group(way, self._rank, peer)
-        tensor = tensor.to("cpu" if self._on_host(group) else self._device).contiguous()
+        tensor = tensor.to("cpu" if goes_by_host(group) else self._device).contiguous()
         self._sending.append((message, dist.isend(tensor, group=group, group_dst=peer), tensor))
 
     def _take(self, way: Way, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         group = self._group(way, source, self._rank)
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self._on_host(group) else self._device)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu" if goes_by_host(group) else self._device)
         return tensor, dist.irecv(tensor, group=group, group_src=source)
 
     def _expect(self, message: Message, source: int) -> None:
