@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shardwise.acting import stands_in
 from shardwise.kernels import nf4_reference as reference
 from shardwise.kernels.nf4_reference import BLOCK, LEVELS, Bits, RowFormat
 
@@ -32,7 +33,7 @@ __all__ = ["BLOCK", "LEVELS", "Bits", "RowFormat", "dequantize", "quantize"]
 def quantize(x: torch.Tensor, form: RowFormat) -> torch.Tensor:
     """(rows, columns) floats → (rows, row_bytes) int8."""
     out = torch.zeros(x.shape[0], form.row_bytes, dtype=torch.int8, device=x.device)
-    if x.numel():
+    if x.numel() and not stands_in():
         _backend(x).quantize_into(out, x, form)
     return out
 
@@ -41,7 +42,7 @@ def dequantize(packed: torch.Tensor, form: RowFormat, dtype: torch.dtype) -> tor
     """(rows, row_bytes) int8 → (rows, columns) floats; computed in fp32 and rounded once."""
     assert packed.dtype == torch.int8, f"packed weights were cast to {packed.dtype}"
     out = torch.empty(packed.shape[0], form.columns, dtype=dtype, device=packed.device)
-    if out.numel():
+    if out.numel() and not stands_in():
         _backend(out).dequantize_into(out, packed, form)
     return out
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from shardwise.acting import kind_of, stands_in
 from shardwise.models.documents import DocumentMask, OwnMask, OwnRows, RowsMask
 
 # What modules pass for scores other than softmax(scale * QK): the stock functions know what to do with it.
@@ -55,6 +56,8 @@ def _is_ours(function: Any) -> bool:
 
 def largest_head(device: torch.device) -> int:
     """What the device's flash kernel takes; 0 = it has none. Backward of the largest heads needs a data-centre card."""
+    if stands_in():
+        return 192
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return 0
     return 256 if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0)) else 192
@@ -135,7 +138,7 @@ def attend_documents(
         return other(attention_mask=None, is_causal=True)  # nothing is packed: SDPA's own kernels are the faster ones
     if _kernel_takes(query, key, value, attention_mask, dropout):
         return _in_one_kernel(query, key, value, attention_mask, scaling), None
-    if query.device.type == "cpu":
+    if kind_of(query) == "cpu":
         return _one_by_one(query, key, value, attention_mask, dropout, scaling), None
     return other(attention_mask=attention_mask.real)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.acting import indices_where, kind_of
 from shardwise.data.loader import IGNORE, MicroBatch
 from shardwise.objectives.base import Loss, sum_by_source, token_loss
 from shardwise.objectives.head import HeadLoss
@@ -39,10 +40,10 @@ class CausalObjective:
     def logits(self, model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Logits, labels and sources of the positions that matter."""
         inputs, labels, sources = self.inputs(batch), batch.labels, batch.sources
-        if self._keeps_some and labels.device.type == "cpu":
+        if self._keeps_some and kind_of(labels) == "cpu":
             # The head is a fifth of a small model's work; columns that no row learns from need no logits. On a GPU the
             # list of columns would be a host sync, so there all are computed.
-            columns = (labels != IGNORE).any(0).nonzero().flatten()
+            columns = indices_where((labels != IGNORE).any(0))
             if 0 < len(columns) < labels.shape[1]:
                 inputs["logits_to_keep"], labels = columns, labels[:, columns]
                 sources = None if sources is None else sources[:, columns]

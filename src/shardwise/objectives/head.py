@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from shardwise.acting import indices_where, kind_of
 from shardwise.data.loader import IGNORE
 from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
 from shardwise.parallel.local import offset_of, to_local, to_whole
@@ -54,8 +55,8 @@ class HeadLoss:
         hidden, weight, bias, cut = _parts_of(hidden, self._head)
         flat, wanted = hidden.flatten(0, -2), labels.flatten()
         learned = None
-        if flat.device.type == "cpu":  # elsewhere a list of rows would be a wait for the device
-            learned = (wanted != IGNORE).nonzero().flatten()
+        if kind_of(flat) == "cpu":  # elsewhere a list of rows would be a wait for the device
+            learned = indices_where(wanted != IGNORE)
             flat, wanted = flat[learned], wanted[learned]
         losses: torch.Tensor = _HeadLoss.apply(flat, weight, bias, wanted, cut)  # type: ignore[no-untyped-call]
         if learned is not None:
@@ -127,7 +128,7 @@ class _HeadLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias else None
         # As many pieces on every rank: each is a meeting of them.
-        piece = max(1, PIECE.get(hidden.device.type, PIECE["cpu"]) // (cut.widest if cut else len(weight)))
+        piece = max(1, PIECE[kind_of(hidden)] // (cut.widest if cut else len(weight)))
         for start in range(0, len(hidden), piece):
             part = hidden[start : start + piece]
             logits = F.linear(part, weight, bias)

@@ -77,7 +77,9 @@ class Parts:
     timer: Timer = OFF
 
 
-def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedModel, Spread]:
+def build_model(
+    job: Job, world: World, timer: Timer = OFF, give_memory: Callable[[Any, torch.device], None] = materialise
+) -> tuple[ShardedModel, Spread]:
     """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
     run, source = job.run, job.source
     model = build_on_meta(source)
@@ -105,7 +107,7 @@ def build_model(job: Job, world: World, timer: Timer = OFF) -> tuple[ShardedMode
         shard_experts(spread.experts, world, run.parallel.zero, run.precision)
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
     if run.offload.parameters == "none":
-        materialise(model, world.device)
+        give_memory(model, world.device)
     else:
         stub_out(model, world.device)
         if world.device.type == "cpu":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,12 +68,51 @@ def _storage(tensors: list[Any]) -> int:
     return sum(seen.values())
 
 
+PLAIN = {  # of which argument, and how often, each counts
+    "_allgather_base": ("all_gather", 0, 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1, 1),
+    "alltoall_base": ("all_to_all", 1, 1),
+    "allreduce": ("all_reduce", 0, 2),
+}
 FUNCTIONAL = {  # how often, and of what, each counts
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 1, "output"),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 1, "input"),
     "_c10d_functional::all_reduce": ("all_reduce", 2, "input"),
     "_c10d_functional::all_to_all_single": ("all_to_all", 1, "input"),
 }
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a rank: what it moves (an all-reduce counts twice), and among which ranks."""
+
+    kind: str
+    bytes: int
+    elements: int
+    ranks: tuple[int, ...]
+
+
+def collective_of(func: Any, args: Any, result: Any) -> Collective | None:
+    """What an operator moves between ranks, if it is a collective of more than one."""
+    name = func._schema.name
+    if name in FUNCTIONAL:  # what DTensor calls
+        kind, times, of = FUNCTIONAL[name]
+        return _collective(kind, [args[0] if of == "input" else result], times, _named_ranks(args[-1]))
+    if not name.startswith("c10d::") or len(ranks := _group_ranks(args)) < 2:  # a group of one moves nothing
+        return None
+    name = name.removeprefix("c10d::")
+    for start, (kind, argument, times) in PLAIN.items():
+        if name.startswith(start):
+            tensors = args[argument] if isinstance(args[argument], (list, tuple)) else [args[argument]]
+            return _collective(kind, tensors, times, ranks)
+    lists = [a if isinstance(a, (list, tuple)) else [a] for a in args]
+    return _collective(name, [a for one in lists for a in one if isinstance(a, torch.Tensor)], 1, ranks)
+
+
+def _collective(kind: str, tensors: Any, times: int, ranks: list[int]) -> Collective:
+    elements = [t.numel() for t in tensors]
+    size = sum(n * t.element_size() for n, t in zip(elements, tensors, strict=True))
+    return Collective(kind, times * size, times * sum(elements), tuple(ranks))
 
 
 class WireCount(TorchDispatchMode):
@@ -88,35 +129,18 @@ class WireCount(TorchDispatchMode):
         self.across: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("c10d::") and len(ranks := _group_ranks(args)) > 1:  # a group of one moves nothing
-            here = dist.get_rank() // self._node
-            self._count(name.removeprefix("c10d::"), args, sum(r // self._node != here for r in ranks) / len(ranks))
         result = func(*args, **(kwargs or {}))
-        if name in FUNCTIONAL:  # what DTensor calls
-            kind, times, of = FUNCTIONAL[name]
-            self._add(kind, [args[0] if of == "input" else result], times, 0.0)
+        if (found := collective_of(func, args, result)) is not None:
+            here = dist.get_rank() // self._node
+            outside = sum(r // self._node != here for r in found.ranks) / len(found.ranks)
+            self.elements[found.kind] += found.elements
+            self.bytes[found.kind] += found.bytes
+            self.across[found.kind] += round(found.bytes * outside)
         return result
 
-    def _count(self, name: str, args: Any, outside: float) -> None:
-        if name.startswith("_allgather_base"):
-            self._add("all_gather", [args[0]], 1, outside)
-        elif name.startswith("_reduce_scatter_base"):
-            self._add("reduce_scatter", [args[1]], 1, outside)
-        elif name.startswith("alltoall_base"):
-            self._add("all_to_all", [args[1]], 1, outside)
-        elif name.startswith("allreduce"):
-            self._add("all_reduce", args[0] if isinstance(args[0], (list, tuple)) else [args[0]], 2, outside)
-        else:
-            lists = [a if isinstance(a, (list, tuple)) else [a] for a in args]
-            self._add(name, [a for one in lists for a in one if isinstance(a, torch.Tensor)], 1, outside)
 
-    def _add(self, name: str, tensors: Any, times: int, outside: float) -> None:
-        for tensor in tensors:
-            size = times * tensor.numel() * tensor.element_size()
-            self.elements[name] += times * tensor.numel()
-            self.bytes[name] += size
-            self.across[name] += round(size * outside)
+def _named_ranks(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(_resolve_process_group(group))
 
 
 def _group_ranks(args: Any) -> list[int]:

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.acting import kind_of
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
 from shardwise.zero.integers import leave_integers_alone
@@ -117,7 +118,7 @@ class ShardedModel:
         assert self.copies is not None
         found = {n: local_of(p.grad) for n, p in self.parameters.items() if p.grad is not None}
         square = torch.zeros(
-            (), dtype=torch.float64 if self.device.type == "cpu" else torch.float32, device=self.device
+            (), dtype=torch.float64 if kind_of(self.device) == "cpu" else torch.float32, device=self.device
         )
         for name, gradient in found.items():
             square += norm_of(gradient).square() / self.copies[name]
@@ -131,7 +132,7 @@ class ShardedModel:
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm of sharded gradients taken together, the same on every rank."""
-        if gradients and self.device.type == "cpu":
+        if gradients and kind_of(self.device) == "cpu":
             square = torch.stack([norm_of(local_of(g)) for g in gradients]).square().sum()
             if self.mesh["shard"].size() > 1:
                 dist.all_reduce(square, group=self.mesh["shard"].get_group())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.acting import kind_of, stands_in
 from shardwise.parallel.context.mask import Rule, Scores
 from shardwise.parallel.context.split import Layout
 
@@ -103,10 +104,10 @@ class Block:
         simple = self.piece.whole and scores.softcap is None and scores.dropout == 0.0
         if not simple or head != v.shape[-1]:
             return False
-        if q.device.type == "cpu":
+        if kind_of(q) == "cpu":
             return True
         half = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
-        recent = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        recent = stands_in() or (q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0))
         return half and recent and head % 8 == 0 and head <= KERNEL_HEAD and not torch.version.hip
 
     def _forward(

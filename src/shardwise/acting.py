@@ -1,0 +1,44 @@
+"""Which device's code path a tensor takes.
+
+A rehearsal computes on fake tensors, which lie on the CPU (a fake GPU's autograd needs a build with CUDA) but stand for
+a GPU's. Code that has a path of its own for GPUs asks here, so that what is rehearsed is what will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_ACTED: ContextVar[str | None] = ContextVar("acted", default=None)
+
+
+def kind_of(where: torch.Tensor | torch.device) -> str:
+    """`cuda` or `cpu`: where a tensor lies, or what it stands for."""
+    device = where.device if isinstance(where, torch.Tensor) else where
+    return _ACTED.get() or device.type
+
+
+def stands_in() -> bool:
+    """Whether fake tensors stand for a GPU's at the moment: no kernel can be launched, but all others' paths hold."""
+    return _ACTED.get() == "cuda"
+
+
+def indices_where(mask: torch.Tensor) -> torch.Tensor:
+    """The places of a flat mask that are set; of a fake one, which has no values, all."""
+    if isinstance(mask, FakeTensor):
+        return torch.arange(mask.numel(), device=mask.device)
+    return mask.nonzero().flatten()
+
+
+@contextmanager
+def acting(kind: str) -> Iterator[None]:
+    """Within it, CPU tensors stand for those of another kind of device."""
+    token = _ACTED.set(kind)
+    try:
+        yield
+    finally:
+        _ACTED.reset(token)

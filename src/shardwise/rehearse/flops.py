@@ -1,0 +1,36 @@
+"""Arithmetic of the operators that matter: torch's own counts, and attention by what its mask lets through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.flop_counter import flop_registry
+
+BACKWARD = 2.5  # of attention, against its forward: five matrix products for two
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Multiplications and additions of one call; 0 for what moves data at most."""
+    name = func._schema.name.partition("::")[2]
+    if "attn" in name or "attention" in name:
+        return _attention(func, args, kwargs, "backward" in name)
+    counter = flop_registry.get(func.overloadpacket)
+    if counter is not None:
+        return int(counter(*args, **kwargs, out_val=result))
+    if name == "_grouped_mm":
+        left, right = args[0], args[1]
+        return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
+    return 0
+
+
+def _attention(func: Any, args: Any, kwargs: Any, backward: bool) -> int:
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    query, key = given["query"], given["key"]
+    value = given["value"]
+    if "max_q" in given:  # documents end to end, (tokens, heads, head): as if all were of the longest's length
+        scores, heads = query.shape[0] * int(given["max_k"]) / 2, query.shape[1]
+    else:
+        scores, heads = query.shape[0] * query.shape[-2] * key.shape[-2], query.shape[1]
+        scores *= 0.5 if given.get("is_causal") else 1.0
+    forward = 2 * scores * heads * (query.shape[-1] + value.shape[-1])
+    return int(forward * (BACKWARD if backward else 1))

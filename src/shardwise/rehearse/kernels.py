@@ -1,0 +1,33 @@
+"""Where a GPU has one kernel and a CPU several steps that keep more for backward: fake tensors take the GPU's way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@contextmanager
+def gpu_kernels(device: str) -> Iterator[None]:
+    """Dropout keeps a mask of one byte per element, and none in attention, whose kernels draw it again."""
+    if device != "cuda":
+        yield
+        return
+    attention, dropout = F.scaled_dot_product_attention, F.dropout
+
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **others: Any) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, **others)
+
+    def drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if not training or not 0 < p < 1 or inplace:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    F.scaled_dot_product_attention, F.dropout = attend, drop  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.dropout = attention, dropout

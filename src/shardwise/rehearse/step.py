@@ -1,0 +1,189 @@
+"""One rank's set-up and steps, for real but on tensors without memory: what the cluster would have said, now.
+
+What is rehearsed is the code that trains (train/setup.py, train/loop.py): the model is built, divided and sharded on
+`meta`, gets fake tensors for memory, and takes a step to warm up (optimizer states come to be in it) and one to watch.
+What depends on values is asked of a tiny model of the same class, which runs for real.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from shardwise.acting import acting
+from shardwise.config.schema import Run
+from shardwise.data.loader import StepBatch
+from shardwise.models.build import materialise
+from shardwise.models.documents import Documents
+from shardwise.models.source import ModelSource
+from shardwise.objectives.make import make_objective
+from shardwise.observe.breakdown import OFF
+from shardwise.optim.scaler import LossScaler
+from shardwise.parallel.mesh import World
+from shardwise.parallel.trial import tiny_case
+from shardwise.rehearse.batch import step_batch
+from shardwise.rehearse.kernels import gpu_kernels
+from shardwise.rehearse.tracker import Tracker
+from shardwise.rehearse.world import fake_world
+from shardwise.train.job import Job
+from shardwise.train.loop import accumulate
+from shardwise.train.selfcheck import Undivided
+from shardwise.train.setup import build_model, build_optimizer, check_documents
+from shardwise.zero.disk import DiskFolder
+from shardwise.zero.policy import eager_share
+from shardwise.zero.update import Update
+
+ENOUGH = 2  # micro-batches that show what more of them would
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rank did in a step, and how long it took to find out."""
+
+    rank: int
+    ranks: int
+    place: dict[str, int]
+    tracker: Tracker
+    micro_batches: int  # of the step that was watched
+    held: dict[str, int]  # between steps, by category
+    seconds: float
+
+
+@dataclass
+class Parts:
+    """What `accumulate` wants of the training's parts."""
+
+    sharded: Any
+    spread: Any
+    objective: Any
+    scaler: Any
+    update: Any
+    world: World
+    loader: Any
+    timer: Any = OFF
+
+
+class _OneSource:
+    source_count = 1
+
+
+def rehearse(
+    source: ModelSource,
+    run: Run,
+    rank: int,
+    ranks: int,
+    micro_batches: int | None = None,
+    documents: int = 1,
+    known: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Rehearsal:
+    """A step of one rank. `known`: a file in which stages of a pipeline leave what they hand on, for the next."""
+    begun = time.perf_counter()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_world(run, rank, ranks) as world, acting(run.device), gpu_kernels(run.device):
+        say("building the model")
+        parts, optimizer = set_up(source, run, world, fake, say)
+        per_rank = run.train.batch_size // world.layout.data // int(run.train.micro_batch_size)
+        count = micro_batches or min(per_rank, max(ENOUGH, 2 * run.parallel.pipeline))
+        batch = step_batch(run, count, documents)
+        pipeline = parts.spread.pipeline
+        if pipeline is not None and known is not None and known.exists():
+            pipeline._known.update(pickle.loads(known.read_bytes()))
+        with fake:
+            say("warming up")
+            take_step(parts, batch)
+            tracker = Tracker(parts.sharded.model)
+            tracker.hold(list(parts.sharded.model.parameters()), "parameters")
+            tracker.hold(list(parts.sharded.model.buffers()), "buffers")
+            tracker.hold([list(state.values()) for state in optimizer.state.values()], "optimizer")
+            held = _held(tracker)
+            say("one step")
+            tracker.peak, tracker.peak_time = tracker.now, tracker.time
+            with tracker.follow():
+                take_step(parts, batch, tracker)
+        if pipeline is not None and known is not None:
+            known.write_bytes(pickle.dumps(pipeline._known))
+        place = {a: getattr(world.place, a) for a in ("pipeline", "data", "context", "tensor")}
+    return Rehearsal(rank, ranks, place, tracker, count, held, time.perf_counter() - begun)
+
+
+def set_up(
+    source: ModelSource,
+    run: Run,
+    world: World,
+    fake: FakeTensorMode | None,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Parts, torch.optim.Optimizer]:
+    """A rank's parts of training, without data; in memory, uninitialised, where tensors are not fake."""
+    job = Job(run, {}, source, None, None, None, Path(run.output))  # type: ignore[arg-type]
+
+    def give_memory(model: Any, device: torch.device) -> None:
+        with fake or nullcontext():
+            materialise(model, device)
+            for module in model.modules():
+                for name, buffer in list(module._buffers.items()):
+                    if buffer is not None and fake is not None:
+                        module._buffers[name] = fake.from_tensor(buffer)
+
+    sharded, spread = build_model(job, world, give_memory=give_memory)
+    asked = Undivided(spread.tiny if spread.tiny is not None else tiny_case(source).model().float())
+    with acting("cpu"):
+        vocabulary = asked.model.get_input_embeddings().num_embeddings
+        apart = check_documents(asked, vocabulary, job, asked.device, say)
+        if apart:
+            from shardwise.models.attention import install
+
+            install(sharded.model)
+        objective = make_objective(job, world, sharded, apart, asked, say)
+    with fake or nullcontext():
+        optimizer = build_optimizer(job, world, sharded, DiskFolder(job.offload_folder, world.rank, world.size))
+    if fake is not None:
+        _share_for_real(spread, fake)
+    scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
+    accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
+    update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
+    return Parts(sharded, spread, objective, scaler, update, world, _OneSource()), optimizer
+
+
+def take_step(parts: Parts, batch: StepBatch, tracker: Tracker | None = None) -> None:
+    """Forward, backward and update, as the loop does them."""
+    if tracker is not None:
+        tracker.begin("step")
+    accumulate(parts, batch)  # type: ignore[arg-type]
+    if tracker is not None:
+        tracker.begin("update")
+    parts.update()
+
+
+def _share_for_real(spread: Any, fake: FakeTensorMode) -> None:
+    """A rank's part of a batch is cut out of real tensors, whose values decide it, and goes on as fake ones."""
+    plain = spread.share
+
+    def share(batch: Any) -> Any:
+        with unset_fake_temporarily():
+            shared = plain(batch)
+        values = {k: _faked(v, fake) for k, v in vars(shared).items()}
+        return replace(shared, **values)
+
+    spread.share = share
+
+
+def _faked(value: Any, fake: FakeTensorMode) -> Any:
+    if isinstance(value, Documents):
+        return replace(value, boundaries=fake.from_tensor(value.boundaries))
+    return fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _held(tracker: Tracker) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for block in tracker.blocks:
+        found[block.category] = found.get(block.category, 0) + block.size
+    return found

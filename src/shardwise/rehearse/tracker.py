@@ -1,0 +1,226 @@
+"""What a step does, operator by operator: memory as it comes and goes, arithmetic, traffic, and every collective.
+
+The tracker follows storages, not tensors: views cost nothing, and what autograd keeps is alive because it keeps it. It
+works on fake tensors and on real ones alike, so that a rehearsal and a run on CPUs are measured by the same rule.
+
+Operators' inner workspaces are not seen. FSDP frees and fills its buffers by resizing their storages, which is no
+operator: `UntypedStorage.resize_` is followed while a tracker is active.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.rehearse.flops import flops_of
+from shardwise.zero.account import Collective, collective_of
+
+ROUND = 512  # a GPU's allocator hands out multiples of it
+
+
+@dataclass
+class Block:
+    """A piece of memory: how large, when it came (and went), and what it was made by."""
+
+    size: int
+    phase: str
+    module: str
+    operator: str
+    born: int
+    category: str = ""
+    died: int | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operator did: for a model of its time."""
+
+    phase: str
+    operator: str
+    flops: int
+    bytes: int
+    dtype: str
+    largest: tuple[int, ...] = ()  # the shape of a matrix product: rows, inner, columns
+
+
+@dataclass
+class Tracker(TorchDispatchMode):
+    """Follows everything that happens while it is active; `phase` is what the caller says is going on."""
+
+    model: nn.Module | None = None
+    phase: str = "load"
+    time: int = 0  # counts events
+    now: int = 0
+    peak: int = 0
+    peak_time: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    work: Counter[Work] = field(default_factory=Counter)
+    collectives: list[tuple[str, str, Collective]] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)  # when each phase began
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[Block, weakref.ref[Any]]] = {}
+        self._stack: list[str] = []
+        self._names = {m: n for n, m in self.model.named_modules()} if self.model is not None else {}
+
+    def begin(self, phase: str) -> None:
+        """From here on."""
+        self.phase = phase
+        self.marks.append((self.time, phase))
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Active, with FSDP's resizing and the modules' forwards in view."""
+        resize = torch.UntypedStorage.resize_
+        tracker = self
+
+        def followed(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._resized(storage)
+            return result
+
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        torch.UntypedStorage.resize_ = followed  # type: ignore[assignment, method-assign]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # what it comes down to, rank by rank, is seen in its turn
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        found = collective_of(func, args, result)
+        name = func._schema.name.partition("::")[2]
+        phase, module = self.place()
+        if found is not None:
+            self.collectives.append((phase, module, found))
+            for tensor in _tensors((args, kwargs)):
+                self._label(tensor, "communication")
+        elif func._schema.name.startswith("fsdp::"):
+            for tensor in _tensors(kwargs.get("out", ())):
+                self._label(tensor, "gathered" if "split" in name else "communication")
+        for tensor in _tensors(result):
+            self._see(tensor, phase, module, name)
+            if found is not None:
+                self._label(tensor, "communication")
+        if found is None and not func.is_view:
+            self._count(func, args, kwargs, result, phase, name)
+        return result
+
+    def place(self) -> tuple[str, str]:
+        """The phase and the module in which something happens; recomputation counts as backward."""
+        backward = torch._C._current_graph_task_id() != -1
+        phase = "backward" if backward else "forward" if self.phase == "step" else self.phase
+        return phase, self._stack[-1] if self._stack else ""
+
+    def hold(self, tensors: Any, category: str) -> None:
+        """Says what tensors are that are there already."""
+        for tensor in _tensors(tensors):
+            self._see(tensor, self.phase, "", "held")
+            self._label(tensor, category)
+
+    def _see(self, tensor: torch.Tensor, phase: str, module: str, name: str) -> None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is None or known[1]() is not storage:
+            self._add(storage, phase, module, name)
+
+    def _add(self, storage: torch.UntypedStorage, phase: str, module: str, name: str, category: str = "") -> None:
+        key = storage._cdata
+        block = Block(0, phase, module, name, self.time, category)
+
+        def gone(_: Any) -> None:
+            if (known := self._live.get(key)) is not None and known[0] is block:
+                del self._live[key]
+            self._free(block)
+
+        self._live[key] = block, weakref.ref(storage, gone)
+        self.blocks.append(block)
+        self._fill(block, _rounded(storage.nbytes()))
+
+    def _label(self, tensor: torch.Tensor, category: str) -> None:
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if known is not None and not known[0].category:
+            known[0].category = category
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is filled again counts as a new block."""
+        known = self._live.get(storage._cdata)
+        if known is None or known[0].size * (known[0].died is None) == _rounded(storage.nbytes()):
+            return
+        block = known[0]
+        self._free(block)
+        self._add(storage, *self.place(), block.operator, block.category)
+
+    def _fill(self, block: Block, size: int) -> None:
+        self.time += 1
+        block.size = size
+        self.now += size
+        if self.now > self.peak:
+            self.peak, self.peak_time = self.now, self.time
+
+    def _free(self, block: Block) -> None:
+        if block.died is None:
+            self.time += 1
+            block.died = self.time
+            self.now -= block.size
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str, name: str) -> None:
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        if written:
+            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            made = _tensors([named.get(name) for name in written])
+        if not made or not given:
+            return
+        size = _bytes(given) + _bytes(made)
+        flops = flops_of(func, args, kwargs, result)
+        shape: tuple[int, ...] = ()
+        if flops and name in ("mm", "addmm", "bmm", "baddbmm"):
+            left, right = [t for t in given if t.ndim >= 2][-2:]
+            shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[-1])
+        self.work[Work(phase, name, flops, size, str(made[0].dtype).removeprefix("torch."), shape)] += 1
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(module, type(module).__name__))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, DTensor):
+            leaf = leaf._local_tensor
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return found
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUND) * ROUND
