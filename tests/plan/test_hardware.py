@@ -186,8 +186,12 @@ def test_this_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (machine.device.name, machine.per_node) == ("h200", 2)
     assert machine.device.memory == 139 * GIB - hardware.CONTEXT
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA Imaginary 1")
-    with pytest.raises(UserError, match="not in the table"):
+    with pytest.raises(UserError, match="not in the hardware table"):
         this_machine()
+    write_measured(Measured("NVIDIA Imaginary 1", _host(), "", "", matmul={"bf16": 5e13}, stream=4e11))
+    unknown = this_machine()
+    assert unknown.device.name == "NVIDIA Imaginary 1" and unknown.price is None
+    assert unknown.device.flops("bf16") == 5e13 and unknown.device.bandwidth * unknown.device.stream == 4e11
 
 
 def test_measured_shares_are_of_the_table_s_peak() -> None:

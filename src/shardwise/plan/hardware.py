@@ -9,10 +9,13 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.plan.catalogue import DeviceEntry, LinkEntry, catalogue
+
+if TYPE_CHECKING:
+    from shardwise.plan.measured import Measured
 
 GIB, GIGA, TERA, MICRO = 2**30, 1e9, 1e12, 1e-6
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -157,33 +160,45 @@ def cluster_of(
     )
 
 
-def this_machine() -> Cluster:
-    """This machine as a cluster of one node: its GPUs, else its cores; measured figures where `bench` left them."""
+def this_machine(measured: bool = True) -> Cluster:
+    """This machine as a cluster of one node: its GPUs, else its cores; with the figures that `bench` left there."""
     import torch
 
     from shardwise.plan.measured import applied, read_measured
 
     cuda = torch.cuda.is_available()
-    cluster = _gpus() if cuda else _cores()
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    measured = read_measured(name)
-    return cluster if measured is None else applied(measured, cluster)
+    found = read_measured(torch.cuda.get_device_name() if cuda else "cpu") if measured else None
+    if not cuda:
+        cluster = _cores()
+    elif (entry := _by_torch_name(torch.cuda.get_device_name())) is not None:
+        cluster = _gpus(entry[0])
+    else:
+        cluster = _unknown_gpus(torch.cuda.get_device_name(), found)
+    return cluster if found is None else applied(found, cluster)
 
 
-def _gpus() -> Cluster:
+def _gpus(key: str) -> Cluster:
     import torch
 
     from shardwise.launch.cpu import usable_memory
 
-    name = torch.cuda.get_device_name()
-    found = _by_torch_name(name)
-    if found is None:
-        remedy = "run shardwise bench, then add it to hardware.yaml (docs/hardware.md), or name a known one with --gpu"
-        raise UserError("gpu", name, "this GPU is not in the table", remedy)
     memory = torch.cuda.get_device_properties(0).total_memory - CONTEXT
-    return cluster_of(
-        found[0], per_node=torch.cuda.device_count(), memory=memory, host_memory=usable_memory()
-    )  # fmt: skip
+    return cluster_of(key, per_node=torch.cuda.device_count(), memory=memory, host_memory=usable_memory())
+
+
+def _unknown_gpus(name: str, found: Measured | None) -> Cluster:
+    """GPUs that are not in the table: what was measured is taken for their peak."""
+    import torch
+
+    if found is None or not found.matmul or not found.stream:
+        remedy = "run `shardwise bench`, which measures it, or add it to hardware.yaml (docs/hardware.md)"
+        raise UserError("gpu", name, "this GPU is not in the hardware table", remedy)
+    base = _gpus("a10")  # for the links of an ordinary server, where they were not measured
+    kind: Literal["cuda", "rocm"] = "rocm" if torch.version.hip else "cuda"
+    device = replace(
+        base.device, name=name, kind=kind, peak=found.matmul, matmul=1.0, bandwidth=found.stream, stream=1.0
+    )
+    return replace(base, device=device, price=None)
 
 
 def _cores() -> Cluster:
