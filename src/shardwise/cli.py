@@ -418,8 +418,7 @@ def bench(
 ) -> None:
     """Measure this machine: matmuls, memory, attention, launches, host link, disk, AdamW on the host, the network.
 
-    The planner then uses these figures in place of its table. Under torchrun the network is measured within and across
-    nodes.
+    The planner then uses these figures in place of its table. Under torchrun: also between nodes.
     """
     from shardwise.plan.bench_command import bench as measure
 
