@@ -18,6 +18,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("SHARDWISE_CACHE", "~/.cache/shardwise")).expanduser()
 
 
+def config_root() -> Path:
+    """The folder of the user's own settings: $SHARDWISE_CONFIG, or ~/.config/shardwise."""
+    return Path(os.environ.get("SHARDWISE_CONFIG", "~/.config/shardwise")).expanduser()
+
+
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """Returns `folder`, calling make(temporary folder) first if it is not there; safe across processes."""
     if folder.is_dir():

@@ -395,6 +395,36 @@ def zoo(
     raise typer.Exit(any(one.outcome == "wrong" for one in results))
 
 
+@app.command(epilog=_examples(
+    "shardwise bench",
+    "shardwise bench --quick --only matmul,attention",
+    "shardwise bench --only disk --folder /mnt/scratch",
+    "shardwise bench --ranks 2 --json",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m shardwise bench",
+))  # fmt: skip
+def bench(
+    folder: Annotated[Path, typer.Option(help="Where disk speed is measured.")] = Path("."),
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Processes here for the network part; default: one per GPU.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART", help="matmul, stream, attention, launch, host-link, disk, adam, network; several by commas."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute or two; less exact.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For other tools, with every single measurement.")] = False,
+) -> None:
+    """Measure this machine: matmuls, memory, attention, launches, host link, disk, AdamW on the host, the network.
+
+    The planner then uses these figures in place of its table. Under torchrun: also between nodes.
+    """
+    from shardwise.plan.bench_command import bench as measure
+
+    measure(folder, ranks, only or [], quick, as_json)
+
+
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="For other tools.")] = False) -> None:
     """Show what this machine has, what will not work, and how to mend it."""

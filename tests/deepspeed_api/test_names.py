@@ -138,18 +138,15 @@ def test_config_is_read_and_settled(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_estimators(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 bytes per parameter over the ranks; gathered weights at stage 2, the largest layer at stage 3."""
-    assert estimate_zero2_model_states_mem_needs(1000, 4, 2, cpu_offload=False) == (24000, 2000 + 16 * 125)
+    """DeepSpeed's own figures, where its users import them from; all rows are in tests/plan/test_published.py."""
+    assert estimate_zero2_model_states_mem_needs(1000, 4, 2, cpu_offload=False) == (24000, 4000 + 16 * 125)
     host, device, layer = estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, cpu_offload=False, zero_init=True)
-    assert (host, device, layer) == (2400, 400 + 16 * 125, 400)
-    assert estimate_zero2_model_states_mem_needs(1000, 4, 2) == (24000, 2000 + 6 * 125)
-    assert estimate_zero3_model_states_mem_needs(1000, 100, 4, 2) == (12000, 400, 400)
-    assert estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, True, False) == (7500, 400 + 6 * 125, 400)
+    assert (host, device, layer) == (2400, 400 + 18 * 125, 400)
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 20, bias=False))
     estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=2)
     estimate_zero2_model_states_mem_needs_all_cold(10**9, 8)
     shown = capsys.readouterr().out
-    assert shown.count("offload_param=cpu") == 2 and "stage 2, 1,000M parameters" in shown
+    assert shown.count("offload_param=cpu") == 2 and "1000M total params" in shown
 
 
 def test_checkpointing() -> None:
