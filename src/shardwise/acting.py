@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from weakref import WeakSet
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+_HOST: WeakSet[torch.UntypedStorage] = WeakSet()
 _ACTED: ContextVar[str | None] = ContextVar("acted", default=None)
 
 
@@ -32,6 +34,23 @@ def indices_where(mask: torch.Tensor) -> torch.Tensor:
     if isinstance(mask, FakeTensor):
         return torch.arange(mask.numel(), device=mask.device)
     return mask.nonzero().flatten()
+
+
+def count_of(step: torch.Tensor) -> int:
+    """A counter that a tensor holds; of a fake one, which has no value, the first."""
+    return 1 if isinstance(step, FakeTensor) else int(step.item())
+
+
+def on_host(size: int) -> torch.Tensor:
+    """Bytes of a GPU's host, where fake tensors stand for both."""
+    made = torch.empty(size, dtype=torch.uint8)
+    _HOST.add(made.untyped_storage())
+    return made
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for one in host memory."""
+    return tensor.untyped_storage() in _HOST
 
 
 @contextmanager

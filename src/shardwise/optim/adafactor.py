@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.acting import count_of
 from shardwise.optim.codecs import columns
 from shardwise.optim.grouped import evaluated
 from shardwise.optim.norms import norm_of
@@ -84,7 +85,7 @@ class Adafactor(torch.optim.Optimizer):
                     else zeros_beside(parameter, (*shape[:-2], shape[-1]))
                 )
         state["step"] += 1
-        return Work(parameter, group, state, state["step"].item() ** DECAY)
+        return Work(parameter, group, state, count_of(state["step"]) ** DECAY)
 
 
 def _step(work: Sequence[Work], group: dist.ProcessGroup | None) -> None:

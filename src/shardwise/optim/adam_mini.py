@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.acting import count_of
 from shardwise.optim.grouped import Grouped
 from shardwise.optim.shards import local_grad, local_of, new_step, zeros_beside
 
@@ -44,7 +45,7 @@ class AdamMini(Grouped):
             state["exp_avg"] = zeros_beside(parameter, parameter.shape)
             state["exp_avg_sq"] = zeros_beside(parameter, shape)
         state["step"] += 1
-        step, (beta1, beta2), rate = int(state["step"].item()), group["betas"], group["lr"]
+        step, (beta1, beta2), rate = count_of(state["step"]), group["betas"], group["lr"]
         param, grad = local_of(parameter), local_grad(parameter)
         mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         if not param.numel():

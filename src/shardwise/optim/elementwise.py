@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.acting import count_of, kind_of, stands_in
 from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Codec, Kind, Parts, codec_of, columns, mix, part_name
 from shardwise.optim.grouped import Grouped
 from shardwise.optim.rules import AdamW, Hyper, Rule
@@ -72,8 +73,8 @@ class Elementwise(Grouped):
         for parameter in parameters:
             state = self.allocate(parameter)
             state["step"] += 1
-            now = int(state["step"].item())
-            limit = self.piece or PIECE[local_of(parameter).device.type]
+            now = count_of(state["step"])
+            limit = self.piece or PIECE[kind_of(local_of(parameter))]
             for piece in self._pieces(parameter, now, limit):
                 if waiting and (now != last or count + piece.param.numel() > limit):
                     self._run(waiting, group, last)
@@ -123,9 +124,12 @@ class Elementwise(Grouped):
     def _fits_kernel(self, piece: Piece) -> bool:
         """Coded AdamW on a GPU is one kernel; Triton comes with PyTorch for CUDA."""
         coded = all(isinstance(stored.codec, Blockwise) for stored in piece.states.values())
-        return piece.param.is_cuda and coded and isinstance(self.rule, AdamW) and piece.grad.is_contiguous()
+        return kind_of(piece.param) == "cuda" and coded and isinstance(self.rule, AdamW) and piece.grad.is_contiguous()
 
     def _run_kernel(self, piece: Piece, hyper: Hyper) -> None:
+        if stands_in():
+            piece.param.add_(piece.grad)
+            return
         from shardwise.optim import fused
 
         first, second = (piece.states[name] for name in self.rule.states)

@@ -14,6 +14,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     name = func._schema.name.partition("::")[2]
     if "attn" in name or "attention" in name:
         return _attention(func, args, kwargs, "backward" in name)
+    if name.startswith("lora_linear"):
+        return _adapted(args, "backward" in name)
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=result))
@@ -34,3 +36,23 @@ def _attention(func: Any, args: Any, kwargs: Any, backward: bool) -> int:
         scores *= 0.5 if given.get("is_causal") else 1.0
     forward = 2 * scores * heads * (query.shape[-1] + value.shape[-1])
     return int(forward * (BACKWARD if backward else 1))
+
+
+def _adapted(args: Any, backward: bool) -> int:
+    """A product with a frozen weight and two with an adapter's; in backward no gradient of the weight is made."""
+    if not backward:
+        x, _, _, a, b = args[:5]
+        return int(2 * x.shape[0] * (x.shape[1] * b.shape[0] + a.shape[0] * (x.shape[1] + b.shape[0])))
+    gradient, x, low = args[:3]
+    wide = x.shape[1] * gradient.shape[1] if args[-1] else 0
+    return int(2 * x.shape[0] * (wide + 2 * low.shape[1] * (x.shape[1] + gradient.shape[1])))
+
+
+def workspace_of(func: Any, args: Any) -> int:
+    """Bytes that an operator of ours takes while it runs: the unpacked weight of a layer in few bits."""
+    name = func._schema.name
+    if name == "shardwise::lora_linear" and args[8]:
+        return int(args[4].shape[0] * args[7] * args[0].element_size())
+    if name == "shardwise::lora_linear_backward" and args[9]:
+        return int(args[0].shape[1] * args[8] * args[0].element_size())
+    return 0

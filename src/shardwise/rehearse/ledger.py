@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.rehearse.allocator import Allocator, Event, replay
 from shardwise.rehearse.tracker import Block, Tracker
 
 CATEGORIES = (
@@ -105,3 +106,15 @@ def _short(ranks: Sequence[int]) -> str:
     if len(ranks) <= 4:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
+
+
+def replayed(tracker: Tracker) -> Allocator:
+    """The step through a GPU's allocator: what it hands out at most, and what it keeps of the device."""
+    held = [Event(n, b.size) for n, b in enumerate(tracker.blocks) if b.operator == "held" and b.size]
+    known = {event.number for event in held}
+    moments: list[tuple[int, Event]] = []
+    for number, block in enumerate(tracker.blocks):
+        if number not in known and block.size and block.died is not None:
+            stream = block.category if block.category == "communication" else ""
+            moments += [(block.born, Event(number, block.size, stream)), (block.died, Event(number, 0))]
+    return replay(held, [event for _, event in sorted(moments, key=lambda moment: moment[0])])

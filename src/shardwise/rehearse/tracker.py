@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.rehearse.flops import flops_of
+from shardwise.acting import is_host
+from shardwise.rehearse.flops import flops_of, workspace_of
 from shardwise.zero.account import Collective, collective_of
 
 ROUND = 512  # a GPU's allocator hands out multiples of it
@@ -74,6 +75,11 @@ class Tracker(TorchDispatchMode):
         self._stack: list[str] = []
         self._names = {m: n for n, m in self.model.named_modules()} if self.model is not None else {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks stay compiled under it."""
+        return True
+
     def begin(self, phase: str) -> None:
         """From here on."""
         self.phase = phase
@@ -122,6 +128,8 @@ class Tracker(TorchDispatchMode):
             self._see(tensor, phase, module, name)
             if found is not None:
                 self._label(tensor, "communication")
+        if self.now + (inner := workspace_of(func, args)) > self.peak:
+            self.peak, self.peak_time = self.now + inner, self.time
         if found is None and not func.is_view:
             self._count(func, args, kwargs, result, phase, name)
         return result
@@ -141,7 +149,7 @@ class Tracker(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, phase: str, module: str, name: str) -> None:
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
-        if known is None or known[1]() is not storage:
+        if (known is None or known[1]() is not storage) and not is_host(tensor):
             self._add(storage, phase, module, name)
 
     def _add(self, storage: torch.UntypedStorage, phase: str, module: str, name: str, category: str = "") -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
+from shardwise.acting import stands_in
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.fill import fill_adapters
 from shardwise.checkpoint.rows import Rows
@@ -102,7 +103,10 @@ def build_model(
         place_inputs(blocks, host=True, timer=timer)
     if run.compile:
         for _, block in blocks:
-            block.forward = torch.compile(block.forward)  # inside of the hooks of sharding and recomputation
+            # Inside of the hooks of sharding and recomputation. A rehearsal keeps what a compiled block keeps, computes plain.
+            block.forward = torch.compile(
+                block.forward, backend="aot_eager_decomp_partition" if stands_in() else "inductor"
+            )
     if spread.experts is not None:
         shard_experts(spread.experts, world, run.parallel.zero, run.precision)
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)

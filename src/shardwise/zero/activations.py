@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.acting import on_host, stands_in
 from shardwise.errors import UserError
 from shardwise.observe.breakdown import OFF, Timer
 from shardwise.zero.collectives import all_gather
@@ -68,7 +70,9 @@ class BlockInputs:
         """Before a block saves its inputs: those on the path of the gradient are ours, masks and tables are not."""
         if first:  # of a new forward pass: there is nothing before it to fetch early
             self._last, self._memo, self.found_any = None, {}, False
-        moving = [t for t in inputs if type(t) is torch.Tensor and t.requires_grad and t.is_floating_point()]
+        moving = [
+            t for t in inputs if type(t) in (torch.Tensor, FakeTensor) and t.requires_grad and t.is_floating_point()
+        ]
         self._wanted = {t.untyped_storage()._cdata for t in moving if t.nbytes >= SMALL}
         self.found_any |= bool(moving)
 
@@ -195,7 +199,7 @@ class _Host:
         if self._free:
             self._free.pop(min(range(len(self._free)), key=lambda i: self._free[i][0].numel()))
         size = 1 << (size - 1).bit_length() if pin else size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pin), None
+        return on_host(size) if stands_in() else torch.empty(size, dtype=torch.uint8, pin_memory=pin), None
 
     def _release(self, leaving: _Kept, stream: torch.cuda.Stream) -> None:
         """Lets go of an input whose copy has had a block's time: what reuses its memory comes after the copy."""

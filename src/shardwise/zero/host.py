@@ -14,6 +14,8 @@ import weakref
 
 import torch
 
+from shardwise.acting import on_host, stands_in
+
 SLAB = 1 << 30
 ALIGNMENT = 4096  # what direct I/O asks for
 
@@ -27,6 +29,8 @@ def host_buffer(size: int, device: torch.device) -> torch.Tensor:
     """Page-aligned bytes, zero; page-locked where the device is CUDA."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
+    if stands_in():
+        return on_host(size)
     memory = mmap.mmap(-1, aligned(size))
     if hasattr(mmap, "MADV_HUGEPAGE") and size >= 2 << 20:
         memory.madvise(mmap.MADV_HUGEPAGE)

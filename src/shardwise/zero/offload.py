@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.acting import is_host, kind_of
 from shardwise.kernels.adamw import split_adamw
 from shardwise.optim.codecs import FP32, Blockwise, Kind, mix
 from shardwise.optim.rules import RULES, Hyper, Rule
@@ -68,14 +69,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.rule, self.device, self.split, self.shelf, self.steps = rule, device, split, shelf, 0
         self.names = {p: n for n, p in order.items()}
-        self.pieces = cut(order, self.param_groups, rule.states, kind, piece or PIECE[device.type])
+        self.pieces = cut(order, self.param_groups, rule.states, kind, piece or PIECE[kind_of(device)])
         self.of: dict[nn.Parameter, list[Piece]] = {}
         for made in self.pieces:
             for parameter in dict.fromkeys(s.parameter for s in made.segments):
                 self.of.setdefault(parameter, []).append(made)
         self._house(ratio, disk)
         self._shelved = GradientShelf(self.pieces, device, shelf_disk) if (
-            shelf is not None and (shelf_disk is not None or device.type == "cuda")) else None  # fmt: skip
+            shelf is not None and (shelf_disk is not None or kind_of(device) == "cuda")) else None  # fmt: skip
         if shelf is not None:
             for made in self.pieces:
                 self._add_shelved_regions(made, shelf)
@@ -120,7 +121,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for piece in self.pieces:
             buffer = piece.page.regions[0].buffer
             if buffer is not None:
-                result["host" if buffer.device.type == "cpu" else "device"] += buffer.numel()
+                result["host" if is_host(buffer) or kind_of(buffer) == "cpu" else "device"] += buffer.numel()
         result["host"] += (self.shelf.held if self.shelf else 0) + (self._shelved.held if self._shelved else 0)
         return result
 

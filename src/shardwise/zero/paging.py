@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardwise.acting import is_host, stands_in
 from shardwise.zero.disk import DiskFile, Transfer
 from shardwise.zero.host import aligned, host_buffer
 
@@ -36,7 +37,7 @@ class Region:
 
     def on(self, device: torch.device) -> bool:
         """Whether the home can be worked on in place."""
-        return self.buffer is not None and self.buffer.device.type == device.type
+        return self.buffer is not None and self.buffer.device.type == device.type and not is_host(self.buffer)
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Pager:
         largest = max((p.size for p in moving), default=0)
         self._host = [_Slot(host_buffer(largest, device)) for _ in range(depth)] if filed else []
         self._ring = [_Slot(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(depth)] if (
-            self.cuda and moving) else []  # fmt: skip
+            (self.cuda or stands_in()) and moving) else []  # fmt: skip
         self._next_host = self._next_ring = 0
         self._ahead: list[Page] = []  # pages still to come, in the expected order
         if self.cuda:
