@@ -103,10 +103,9 @@ def build_model(
         place_inputs(blocks, host=True, timer=timer)
     if run.compile:
         for _, block in blocks:
-            # Inside of the hooks of sharding and recomputation. A rehearsal keeps what a compiled block keeps, computes plain.
-            block.forward = torch.compile(
-                block.forward, backend="aot_eager_decomp_partition" if stands_in() else "inductor"
-            )
+            # Inside of the hooks of sharding and recomputation. A rehearsal keeps what a compiled block keeps.
+            backend = "aot_eager_decomp_partition" if stands_in() else "inductor"
+            block.forward = torch.compile(block.forward, backend=backend)
     if spread.experts is not None:
         shard_experts(spread.experts, world, run.parallel.zero, run.precision)
     shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
