@@ -107,7 +107,8 @@ def run_of(name: str, device: str = "cuda") -> tuple[Any, Any, int, int]:
     settings = dict(settings)
     documents = settings.pop("documents", 1)
     values: dict[str, Any] = {
-        "model": {"config": dict(MODELS[model]), "tokenizer": "none"}, "data": {"train": "none", "sequence_length": length},
+        "model": {"config": dict(MODELS[model]), "tokenizer": "none"},
+        "data": {"train": "none", "sequence_length": length},
         "objective": "causal", "precision": "bf16", "device": device, "ranks": 1, "backend": "gloo",
         "train": {"batch_size": micro * accumulation, "micro_batch_size": micro, "steps": 10},
         "parallel": {"zero": 2}, "output": f"/tmp/foresight/{name}",

@@ -38,6 +38,7 @@ from shardwise.train.loop import accumulate
 from shardwise.train.selfcheck import Undivided
 from shardwise.train.setup import build_model, build_optimizer, check_documents
 from shardwise.zero.disk import DiskFolder
+from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.policy import eager_share
 from shardwise.zero.update import Update
 
@@ -104,6 +105,8 @@ def rehearse(
             tracker.hold(list(parts.sharded.model.parameters()), "parameters")
             tracker.hold(list(parts.sharded.model.buffers()), "buffers")
             tracker.hold([list(state.values()) for state in optimizer.state.values()], "optimizer")
+            if isinstance(optimizer, OffloadedOptimizer):
+                tracker.hold(optimizer.buffers(), "optimizer")
             held = _held(tracker)
             say("one step")
             tracker.peak, tracker.peak_time = tracker.now, tracker.time

@@ -70,9 +70,8 @@ class BlockInputs:
         """Before a block saves its inputs: those on the path of the gradient are ours, masks and tables are not."""
         if first:  # of a new forward pass: there is nothing before it to fetch early
             self._last, self._memo, self.found_any = None, {}, False
-        moving = [
-            t for t in inputs if type(t) in (torch.Tensor, FakeTensor) and t.requires_grad and t.is_floating_point()
-        ]
+        plain = [t for t in inputs if type(t) in (torch.Tensor, FakeTensor)]
+        moving = [t for t in plain if t.requires_grad and t.is_floating_point()]
         self._wanted = {t.untyped_storage()._cdata for t in moving if t.nbytes >= SMALL}
         self.found_any |= bool(moving)
 

@@ -125,6 +125,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         result["host"] += (self.shelf.held if self.shelf else 0) + (self._shelved.held if self._shelved else 0)
         return result
 
+    def buffers(self) -> list[torch.Tensor]:
+        """What of the states, and for moving them, lies on the device at all times."""
+        resident = [r.buffer for p in self.pieces for r in p.page.regions if r.buffer is not None]
+        return [*self.pager.rings(), *(b for b in resident if not is_host(b))]
+
     # --- gradients
 
     def attach(self, sharded: ShardedModel, known: Take | None, accumulates: bool, eager: float) -> None:

@@ -93,6 +93,10 @@ class Pager:
         """Bytes of the rings, by where they lie."""
         return {"host": sum(s.buffer.numel() for s in self._host), "device": sum(s.buffer.numel() for s in self._ring)}
 
+    def rings(self) -> list[torch.Tensor]:
+        """The buffers on the device that pages are opened in."""
+        return [slot.buffer for slot in self._ring]
+
     def begin(self, other: Any = None) -> None:
         """The work of this thread's current stream (and another) comes before what is paged from now on."""
         if self.cuda:
