@@ -21,8 +21,8 @@ real loading of a config, and each pair that combines by a tiny training of two 
 compared with those of the same training without sharding, offload, recomputation or axes
 (`tests/config/test_compat.py`; not executed there: `compile`, and CUDA).
 
-Whether a *model* can be divided along an axis depends on the model: [architectures.md](architectures.md). What follows from the
-number of ranks, of heads, layers and experts is checked with these numbers at hand.
+Whether a *model* can be divided along an axis depends on the model: [architectures.md](architectures.md). What follows
+from the number of ranks, of heads, layers and experts is checked with these numbers at hand.
 
 In Python:
 
@@ -55,8 +55,9 @@ def matrix() -> str:
 def told(rule: Rule) -> str:
     """What a rule says of any run: placeholders become words."""
     words = {
-        "{parallel.zero}": "this", "{axes}": "these axes", "{divided}": "such", "{train.optimizer}": "it",
-        "{recompute}": "none", "{objective.type}": "another", "{parallel.schedule}": "another", "{precision}": "it",
+        "stage {parallel.zero}": "such a stage", "{axes}": "these axes", "{divided}": "such",
+        "{train.optimizer}": "it", "{recompute}": "none", "{objective.type} rows": "such rows",
+        "{objective.type}": "another", "{parallel.schedule}": "another", "{precision}": "it",
     }  # fmt: skip
     text = rule.why
     for place, word in words.items():

@@ -204,6 +204,8 @@ MACHINES = (
 REMARKS = (
     _rule("data.packing", (f.PACKING, ROWS), "{objective.type} rows are read one at a time: packing is switched off",
           "set data.packing: false to say so", "remark"),
+    _rule("parallel.expert", (f.EXPERT, (f.SEQ2SEQ, f.MASKED)),
+          "no architecture of this kind is known whose experts can be divided", "leave it out", "remark"),
     _rule("precision", (f.PRECISIONS[1:], f.CPU), "most CPUs compute {precision} slower than fp32",
           "use precision: fp32 where time matters", "remark"),
     _rule("offload.optimizer", (f.STATES[0], f.CPU), "the host's memory is the device's own: nothing is saved",
