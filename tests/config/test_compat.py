@@ -158,7 +158,7 @@ def test_the_cover_has_every_pair() -> None:
 )
 @pytest.mark.timeout(1800)
 def test_what_combines_trains_the_same(shelf: combos.Shelf, first: int, cpu_precision_env: dict[str, str]) -> None:
-    """Three steps with everything on, against the same steps without what should change nothing."""
+    """Two steps with everything on, against the same steps without what should change nothing."""
     rows = ROWS[first : QUICK if first == 0 else first + TOGETHER]
     runs: dict[str, Any] = {}
     for number, row in enumerate(rows, first):
