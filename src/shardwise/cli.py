@@ -71,6 +71,7 @@ def train(
     "shardwise config run.yaml train.epochs=3 --json",
     "shardwise config --schema > shardwise.schema.json   # completion and checks in your editor",
     "shardwise config --from-deepspeed ds_config.json ranks=8   # the equivalent RUN.yaml",
+    "shardwise config --combinations   # what goes with what, and why not",
 ))  # fmt: skip
 def config(
     run_file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="The description of the run.")] = None,
@@ -80,11 +81,17 @@ def config(
     from_deepspeed: Annotated[
         Path | None, typer.Option(metavar="CONFIG.json", help="Print a DeepSpeed config as the equivalent RUN.yaml.")
     ] = None,
+    combinations: Annotated[
+        bool, typer.Option("--combinations", help="Print which features combine, and why others do not.")
+    ] = False,
 ) -> None:
     """Show the resolved run: every value, and where it came from."""
     from shardwise.config.load import load_run
     from shardwise.config.schema import Run
 
+    if combinations:
+        _print_combinations(as_json)
+        return
     if schema:
         print(json.dumps(Run.model_json_schema(), indent=1))
         return
@@ -96,7 +103,9 @@ def config(
         print(equivalent(from_deepspeed, run_file, overrides or ()), end="")
         return
     if run_file is None:
-        raise UserError("RUN.yaml", None, "is needed unless --schema is given", "shardwise config RUN.yaml")
+        raise UserError(
+            "RUN.yaml", None, "is needed unless --schema or --combinations is given", "shardwise config RUN.yaml"
+        )
     from shardwise.config.resolve import resolve_machine
 
     loaded = load_run(run_file, overrides or ())
@@ -107,6 +116,19 @@ def config(
     from shardwise.train.describe import print_config
 
     print_config(result, loaded)
+
+
+def _print_combinations(machine: bool) -> None:
+    from shardwise.config.compat import RULES
+    from shardwise.config.compat.page import LEGEND, as_json, matrix, sides, told
+
+    if machine:
+        print(json.dumps(as_json(), indent=1, ensure_ascii=False))
+        return
+    print(f"{matrix()}\n\n{LEGEND}\n")
+    for rule in RULES:
+        sign = {"refused": "x", "remark": "o"}[rule.verdict]
+        print(f"{sign} {'  +  '.join(sides(rule))}\n    {told(rule)}\n    → {rule.remedy}")
 
 
 @app.command(epilog=_examples(

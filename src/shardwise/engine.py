@@ -24,9 +24,9 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
-from shardwise.config.axes import axes_used
+from shardwise.config.compat import axes_used, first_clash
 from shardwise.config.explain import wanted
-from shardwise.config.resolve import check_places, check_plusplus
+from shardwise.config.resolve import check_secondary
 from shardwise.config.schema import LossScale, Offload, Parallel
 from shardwise.config.section import Section
 from shardwise.config.units import Duration, Number, Whole
@@ -231,8 +231,8 @@ def initialize(
             problem,
             "use shardwise train (or Trainer) for these axes",
         )
-    check_plusplus(checked.parallel, ranks)
-    check_places(checked.offload, checked.parallel.zero, checked.precision)
+    first_clash(checked)
+    check_secondary(checked.parallel, ranks)
     if not cuda:
         _check_cpu(checked.precision)
     layout = layout_of(checked.parallel, ranks)

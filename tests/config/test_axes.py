@@ -8,7 +8,8 @@ import pytest
 from support.families import config_of
 from transformers import AutoConfig
 
-from shardwise.config.axes import check_axes, check_model_axes, check_objective_axes
+from shardwise.config.axes import check_axes, check_model_axes
+from shardwise.config.compat import first_clash
 from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
 from shardwise.config.schema import Run
@@ -28,8 +29,6 @@ def the_run(**parallel: Any) -> Run:
         ({"tensor": 2, "context": 3}, 8, ["parallel.context = 3", "[1, 2, 4]"]),
         ({"tensor": 2, "pipeline": 16}, 8, ["parallel.pipeline = 16", "[1, 2, 4]"]),
         ({"pipeline": 2, "expert": 8}, 8, ["parallel.expert = 8", "4 ranks of a pipeline stage", "[1, 2, 4]"]),
-        ({"tensor": 2, "quantize_weights": True}, 8, ["ZeRO++", "tensor"]),
-        ({"pipeline": 2, "schedule": "zbv", "zero": 3}, 8, ["zbv", "parallel.zero: 0"]),
     ],
 )
 def test_axes_that_do_not_fit_the_ranks(parallel: dict[str, Any], ranks: int, words: list[str]) -> None:
@@ -60,7 +59,7 @@ def test_what_fits_is_taken() -> None:
     run = the_run(tensor=2, pipeline=2, context=2, expert=4)
     check_axes(run, 16)
     check_model_axes(run, AutoConfig.for_model(**config_of("mixtral")))
-    check_objective_axes(run)
+    first_clash(run)
 
 
 def test_settings_without_their_axis() -> None:

@@ -1,4 +1,7 @@
-"""Whether the axes of `parallel` fit the ranks, the model and each other; mistakes come with legal values nearby."""
+"""Whether the axes of `parallel` fit the ranks and the model; mistakes come with legal values nearby.
+
+What does not go with an axis is in the table of `compat`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,9 @@ from typing import Any
 from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
 
-AXES = ("tensor", "context", "pipeline", "expert")
-ONCE = ("causal", "masked", "seq2seq", "classify")  # objectives that ask the model once per micro-batch
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-def axes_used(parallel: Parallel) -> list[str]:
-    """The axes that are longer than one."""
-    return [name for name in AXES if getattr(parallel, name) > 1]
 
 
 def data_ranks(parallel: Parallel, ranks: int) -> int:
@@ -35,7 +31,7 @@ def near_divisors(number: int, wanted: int, at_most: int = 4) -> list[int]:
 
 
 def check_axes(run: Run, ranks: int) -> None:
-    """What follows from the ranks and the settings alone."""
+    """What follows from the number of ranks."""
     parallel = run.parallel
     inner = 1
     for name in ("tensor", "context", "pipeline"):
@@ -55,48 +51,6 @@ def check_axes(run: Run, ranks: int) -> None:
         raise UserError(
             "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(stage, parallel.expert)}"
         )
-    if not (used := axes_used(parallel)):
-        return
-    _check_company(run, used)
-
-
-def _check_company(run: Run, used: list[str]) -> None:
-    """What does not go together with an axis (yet), each by name."""
-    parallel, axes = run.parallel, ", ".join(used)
-    for field, setting, off in (
-        ("offload.optimizer", run.offload.optimizer, "none"), ("offload.parameters", run.offload.parameters, "none"),
-        ("offload.activations", run.offload.activations, "none"),
-    ):  # fmt: skip
-        if setting != off:
-            raise UserError(field, setting, f"offload works with ZeRO alone, not with {axes}", f"set {field}: {off}")
-    for name in ("quantize_weights", "quantize_gradients", "secondary_shard"):
-        if value := getattr(parallel, name):
-            raise UserError(f"parallel.{name}", value, f"ZeRO++ works with ZeRO alone, not with {axes}", "leave it out")
-    if parallel.bucket is not None:
-        raise UserError("parallel.bucket", parallel.bucket, f"goes by whole blocks beside {axes}", "leave it out")
-    whole = {"tensor", "expert"} & set(used)
-    if whole and (run.train.optimizer != "adamw" or run.train.optimizer_state != "fp32"):
-        problem = f"only adamw with fp32 states knows weights that {' and '.join(sorted(whole))} parallelism divides"
-        raise UserError("train.optimizer", run.train.optimizer, problem, "use optimizer: adamw, optimizer_state: fp32")
-    if run.train.in_backward:
-        raise UserError("train.in_backward", True, f"does not go with {axes}", "leave it out")
-    if run.compile and {"tensor", "pipeline"} & set(used):
-        raise UserError("compile", True, f"does not go with {axes} yet", "set compile: false")
-    if run.precision == "fp16" and whole:
-        raise UserError("precision", "fp16", f"is not offered with {axes}", "use precision: bf16 or fp32")
-    if parallel.schedule == "zbv" and (parallel.zero == 3 or (parallel.zero and run.recompute != "none")):
-        problem = "a backward in two parts needs its weights in both: not at stage 3, nor sharded and recomputed"
-        raise UserError("parallel.schedule", "zbv", problem, "set parallel.zero: 0, or use 1f1b or interleaved")
-
-
-def check_objective_axes(run: Run) -> None:
-    """What follows from what the model is trained to do."""
-    kind = run.objective.type  # type: ignore[union-attr]
-    for name in axes_used(run.parallel):
-        allowed = {"context": ("causal", "masked"), "tensor": ("causal", "masked", "seq2seq")}.get(name, ONCE)
-        if kind not in allowed:
-            problem = f"is for {', '.join(allowed)} so far, and the objective is {kind}"
-            raise UserError(f"parallel.{name}", getattr(run.parallel, name), problem, "leave it out")
 
 
 def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:

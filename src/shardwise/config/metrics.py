@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from shardwise.config.section import Clash, Section
 from shardwise.config.units import Number, Whole
-from shardwise.errors import UserError
-
-if TYPE_CHECKING:
-    from shardwise.config.schema import Run
 
 LESS, MORE = ("loss", "perplexity", "error"), ("accuracy", "margin", "reward", "f1", "match", "win")
 
@@ -59,18 +55,3 @@ def _named(value: Any) -> Any:
 
 
 Best = Annotated[Metric, BeforeValidator(_named, json_schema_input_type=str | Metric)]
-
-
-def check_metrics(run: Run) -> None:
-    """What follows evaluations needs some."""
-    stop, evaluates = run.train.stop_early, bool(run.data.eval_sources or run.data.eval_share)
-    remedy = "set data.eval (2%, or files of its own), or leave it out"
-    if stop is not None and not evaluates:
-        raise UserError("train.stop_early", stop.metric, "nothing is evaluated", remedy)
-    if stop is not None and run.train.eval_every is None:
-        problem = "the run evaluates at its end only"
-        raise UserError("train.stop_early", stop.metric, problem, "set train.eval_every, e.g. 50")
-    if run.checkpoint.best != Metric() and not evaluates:
-        raise UserError("checkpoint.best", run.checkpoint.best.metric, "nothing is evaluated", remedy)
-    if run.export.checkpoint == "best" and not evaluates:
-        raise UserError("export.checkpoint", "best", "nothing is evaluated, so none is the best", remedy)

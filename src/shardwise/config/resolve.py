@@ -1,4 +1,6 @@
-"""Answers every `auto` and makes the checks that need more than one field, before any process starts.
+"""Answers every `auto` and makes the checks that need the machine or the model, before any process starts.
+
+What settings do not combine is in the table of `compat`, which is asked here.
 
 The result is a Run without open questions, and for each answer the reason that is printed.
 """
@@ -13,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.axes import axes_used, check_axes, check_model_axes, check_objective_axes, data_ranks, divisors_of
-from shardwise.config.methods import Qlora
-from shardwise.config.metrics import check_metrics
+from shardwise.config.axes import check_axes, check_model_axes, data_ranks, divisors_of
+from shardwise.config.compat import axes_used, first_clash
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
-from shardwise.config.schema import Offload, Parallel, Run
+from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import shard_size
 
@@ -68,16 +69,10 @@ def resolve_machine(run: Run) -> Resolution:
     ranks = _resolve_ranks(result, gpus)
     _resolve_backend(result, gpus, ranks)
     _resolve_precision(result)
+    check_axes(result.run, ranks)
+    first_clash(result.run)
     _check_parallel(result.run, ranks)
-    _check_activations(result.run)
-    _check_offload(result.run)
-    _check_in_backward(result.run)
-    _check_optimizer(result.run)
-    _check_method(result.run)
-    check_metrics(result.run)
     _resolve_micro_batch(result, ranks)
-    if run.objective != "auto":
-        check_objective_axes(run)
     return result
 
 
@@ -129,9 +124,7 @@ def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
                 f"use ranks: {gpus}, or backend: gloo to share GPUs (slow)",
             )
         result.put("backend", "nccl" if run.device == "cuda" else "gloo", f"device is {run.device}")
-    elif run.backend == "nccl" and run.device == "cpu":
-        raise UserError("backend", "nccl", "works on CUDA devices only", "use backend: gloo or leave it out")
-    elif run.backend == "nccl" and int(run.ranks) > gpus:
+    elif run.backend == "nccl" and run.device == "cuda" and int(run.ranks) > gpus:
         raise UserError(
             "ranks", run.ranks, f"but this host has {gpus} GPUs and NCCL takes one rank per GPU", f"use ranks: {gpus}"
         )
@@ -152,17 +145,12 @@ def _resolve_precision(result: Resolution) -> None:
 
 
 def _check_parallel(run: Run, ranks: int) -> None:
-    check_axes(run, ranks)
     zero, shard, axes = run.parallel.zero, run.parallel.shard, axes_used(run.parallel)
-    if shard is not None and zero == 0:
-        raise UserError(
-            "parallel.shard", shard, "stage 0 shards nothing", "set parallel.zero to 1, 2 or 3, or leave shard out"
-        )
     spread = ranks // (run.parallel.pipeline * run.parallel.tensor)  # ranks along context hold the same weights
     if spread % shard_size(zero, shard, spread):
         what = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
         raise UserError("parallel.shard", shard, f"does not divide the {what}", f"use one of {divisors_of(spread)}")
-    check_plusplus(run.parallel, ranks)
+    check_secondary(run.parallel, ranks)
     batch, micro = run.train.batch_size, run.train.micro_batch_size
     ranks = data_ranks(run.parallel, ranks)
     among = f"{ranks} ranks" + (f" that see different data ({', '.join(axes)} apart)" if axes else "")
@@ -178,103 +166,12 @@ def _check_parallel(run: Run, ranks: int) -> None:
         raise UserError("train.micro_batch_size", micro, problem, f"use one of {fits[:12]}")
 
 
-ELEMENTWISE = ("adamw", "adamw8bit", "adamw4bit", "lion", "sgd")  # optimizers whose states can be anywhere
-
-
-def _check_offload(run: Run) -> None:
-    offload, train = run.offload, run.train
-    if offload.optimizer != "none" and train.optimizer not in ELEMENTWISE:
-        problem = f"{train.optimizer} looks at whole matrices; states leave the device in pieces"
-        raise UserError(
-            "offload.optimizer", offload.optimizer, problem, f"use optimizer: {', '.join(ELEMENTWISE)}, or offload none"
-        )
-    check_places(offload, run.parallel.zero, run.precision)
-
-
-def check_places(offload: Offload, zero: int, precision: str) -> None:
-    """What may be where; for runs and for loops of one's own."""
-    if offload.parameters != "none" and zero != 3:
-        problem = f"stage {zero} holds all parameters on the device"
-        raise UserError("offload.parameters", offload.parameters, problem, "set parallel.zero: 3")
-    if offload.parameters != "none" and offload.optimizer == "none":
-        problem = "the optimizer's states would be larger than what leaves the device"
-        raise UserError("offload.parameters", offload.parameters, problem, "set offload.optimizer: cpu or disk too")
-    if offload.parameters != "none" and precision == "fp16":
-        problem = "gradients off the device cannot be checked for fp16's overflow"
-        raise UserError("offload.parameters", offload.parameters, problem, "use precision: bf16 or fp32")
-    if offload.disk is not None and "disk" not in (offload.optimizer, offload.parameters):
-        problem = "nothing is offloaded to disk"
-        raise UserError("offload.disk", offload.disk, problem, "set offload.optimizer: disk, or leave it out")
-    if offload.ratio != 1.0 and offload.optimizer == "none":
-        problem = "no optimizer state leaves the device"
-        raise UserError("offload.ratio", offload.ratio, problem, "set offload.optimizer: cpu, or leave it out")
-
-
-def _check_in_backward(run: Run) -> None:
-    train = run.train
-    if not train.in_backward:
-        return
-    if train.clip is not None:
-        problem = "clipping needs the norm of all gradients, which are gone one by one"
-        raise UserError("train.in_backward", True, problem, "set train.clip: null")
-    if run.precision == "fp16":
-        problem = "fp16's loss scale must see all gradients before the first is used"
-        raise UserError("train.in_backward", True, problem, "use precision: bf16 or fp32")
-    if train.optimizer not in (*ELEMENTWISE, "adam-mini"):
-        problem = f"{train.optimizer} works over all ranks at once"
-        raise UserError("train.in_backward", True, problem, f"use optimizer: {', '.join(ELEMENTWISE)}")
-
-
-def _check_activations(run: Run) -> None:
-    if run.offload.activations != "none" and run.recompute != "full":
-        problem = f"moves what recomputation keeps, but recompute is {run.recompute}"
-        raise UserError("offload.activations", run.offload.activations, problem, "add recompute: full")
-
-
-def _check_optimizer(run: Run) -> None:
-    train, default = run.train, type(run.train)()
-    coded = ("adamw", "lion", "sgd")
-    if train.optimizer_state != "fp32" and train.optimizer not in coded:
-        problem = f"{train.optimizer} has its own way to store its states"
-        raise UserError(
-            "train.optimizer_state", train.optimizer_state, problem, f"leave it out, or use one of {', '.join(coded)}"
-        )
-    if train.optimizer_state != "fp32" and train.optimizer == "sgd" and train.betas[0] == 0:
-        problem = "sgd without momentum (betas[0] = 0) has no state"
-        raise UserError("train.optimizer_state", train.optimizer_state, problem, "leave it out")
-    if train.optimizer == "adafactor" and train.betas != default.betas:
-        problem = "adafactor has no first moment, and a decay of its own for the second"
-        raise UserError("train.betas", list(train.betas), problem, "leave it out, or use another optimizer")
-
-
-def _check_method(run: Run) -> None:
-    kind = run.method.type
-    if kind != "full" and run.model.name is None:
-        problem = "an adapter of a model that starts from scratch would be of no use without it"
-        raise UserError("method", kind, problem, "use method: full, or give a model.name")
-    if kind == "full" and run.export.merged:
-        raise UserError("export.merged", True, "there is no adapter to merge", "leave it out, or set method: lora")
-
-
-def check_plusplus(parallel: Parallel, ranks: int) -> None:
-    """ZeRO++ where there is nothing to gather, to reduce in shards, or to keep a second copy of."""
-    zero, secondary = parallel.zero, parallel.secondary_shard
-    remedy = "set parallel.zero to 1, 2 or 3, or leave it out"
-    if parallel.quantize_weights and zero == 0:
-        raise UserError("parallel.quantize_weights", True, "stage 0 gathers no weights", remedy)
-    if parallel.quantize_gradients and zero == 0:
-        problem = "stage 0 all-reduces its gradients; 4 bits are for those that are reduced into shards"
-        raise UserError("parallel.quantize_gradients", True, problem, remedy)
-    if parallel.gradient_feedback is not None and not parallel.quantize_gradients:
-        problem = "no gradient is quantised, so nothing is lost that could be added"
-        remedy = "set parallel.quantize_gradients: true, or leave it out"
-        raise UserError("parallel.gradient_feedback", parallel.gradient_feedback, problem, remedy)
+def check_secondary(parallel: Parallel, ranks: int) -> None:
+    """hpZ's second copy must divide evenly what the first one does."""
+    secondary = parallel.secondary_shard
     if secondary is None:
         return
-    if zero != 3:
-        problem = f"stage {zero} gathers its parameters once a step anyway"
-        raise UserError("parallel.secondary_shard", secondary, problem, "set parallel.zero: 3, or leave it out")
-    group = shard_size(zero, parallel.shard, ranks)
+    group = shard_size(parallel.zero, parallel.shard, ranks)
     divisors = divisors_of(group)
     if secondary not in divisors:
         whole = f"group of {group} ranks that the parameters are divided over"
@@ -316,39 +213,7 @@ def resolve_objective(result: Resolution, task: Task) -> None:
     purpose, data = purpose_of(result.run), result.run.data
     if data.packing and purpose in ("seq2seq", "masked", "classify"):
         result.put("data.packing", False, f"{purpose} rows are read one at a time")
-    if data.over_length == "split" and purpose in ("seq2seq", "classify"):
-        what = "a target belongs to its whole source" if purpose == "seq2seq" else "a class belongs to a whole text"
-        raise UserError("data.over_length", "split", f"{what}, so rows cannot be split", "use truncate or drop")
-    check_judged(result.run)
-    check_objective_axes(result.run)
-
-
-def check_judged(run: Run) -> None:
-    """What has no meaning where answers are judged as a whole."""
-    data = run.data
-    if purpose_of(run) not in ("preference", "kto"):
-        return
-    if data.over_length == "split":
-        problem = "an answer that is judged as a whole cannot be split"
-        raise UserError("data.over_length", "split", problem, "use error, drop or truncate")
-    if data.loss_on != type(data).model_fields["loss_on"].default:
-        problem = "what is learned are the answers that are judged, no more and no less"
-        raise UserError("data.loss_on", data.loss_on, problem, "leave it out")
-    _check_reference(run)
-
-
-def _check_reference(run: Run) -> None:
-    """An adapter's base is the reference where training starts from the base, and leaves it as it is."""
-    method = run.method
-    if run.objective.type not in ("dpo", "kto") or method.type == "full":  # type: ignore[union-attr]
-        return
-    if method.adapter is not None:
-        problem = "the reference would be the base without this adapter, not the model that training starts from"
-        remedy = "merge the adapter into the base first and train a new one, or use objective: orpo"
-        raise UserError("method.adapter", method.adapter, problem, remedy)
-    if isinstance(method, Qlora) and method.also:
-        problem = "the reference is the quantised base, which would be changed by training modules whole"
-        raise UserError("method.also", list(method.also), problem, "leave it out, or use method: lora")
+    first_clash(result.run, objective_only=True)
 
 
 def resolve_model(result: Resolution, config: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from shardwise.config.compat import check_section
 from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
 from shardwise.config.objectives import Objective
@@ -413,14 +414,9 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _of_use(self) -> Parallel:
-        if self.chunks is not None and self.schedule != "interleaved":
-            raise Clash("chunks", f"has no meaning with schedule: {self.schedule}", "set schedule: interleaved")
+        check_section("parallel", self)
         if self.chunks == 1:
             raise Clash("chunks", "one stage per rank is not interleaved", "use 2 or more, or schedule: 1f1b")
-        if self.pipeline == 1 and self.schedule != "1f1b":
-            raise Clash("schedule", "there is no pipeline", "set pipeline to 2 or more, or leave it out")
-        if self.context == 1 and self.context_kind != "ring":
-            raise Clash("context_kind", "no sequence is divided", "set context to 2 or more, or leave it out")
         if self.bucket is not None and self.bucket < LEAST_BUCKET:
             problem = f"is {self.bucket} bytes, less than a row of any weight; a bare number is bytes"
             raise Clash("bucket", problem, "use e.g. 200MB (at least 1KiB), or leave it out")

@@ -25,6 +25,8 @@ class LossScaler(torch.amp.GradScaler):
         self.settings = settings
         start = settings.initial if settings.value == "dynamic" else settings.value
         super().__init__(device, init_scale=float(start), enabled=enabled)
+        if enabled:  # not with the first loss, as torch does: of a pipeline's stages only the last has one
+            self._lazy_init_scale_growth_tracker(torch.device(device))
         self._left: torch.Tensor | None = None  # overflows until the scale is halved
         self._exhausted: torch.Tensor | None = None
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cache import cache_root
-from shardwise.config.axes import axes_used
+from shardwise.config.compat import axes_used
 from shardwise.config.schema import Parallel
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource

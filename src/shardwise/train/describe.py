@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.describe import method_lines
 from shardwise.checkpoint.store import step_folder
+from shardwise.config.compat import remarks
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
@@ -232,6 +233,8 @@ def print_config(result: Resolution, loaded: LoadedRun) -> None:
     still_open = [p for p, v in flatten(result.run.model_dump(mode="json")) if p == "train.steps" and v is None]
     if still_open:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
+    for remark in remarks(result.run):
+        console.print(f"{remark.field}: {remark.problem}\n  → {remark.remedy}", style="dim", highlight=False)
 
 
 def _named(schedule: Any) -> str:

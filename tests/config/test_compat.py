@@ -1,0 +1,174 @@
+"""Every entry of the table is executed: refusals through the real loading, combinations by training.
+
+Nothing here names a pair: a rule or a feature that is added to the table is tried with all that it meets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support import combos
+from support.ranks import run_ranks
+from typer.testing import CliRunner
+
+from shardwise.cli import app
+from shardwise.config.compat import FEATURES, RULES, Feature, Rule, clashes, combines, feature, first_clash, remarks
+from shardwise.config.compat import features as f
+from shardwise.config.compat.check import nested, run_with, settings_of
+from shardwise.config.compat.page import page
+from shardwise.config.load import load_run
+from shardwise.config.resolve import resolve_machine
+from shardwise.engine import EngineConfig
+from shardwise.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+REFUSALS = [rule for rule in RULES if rule.verdict == "refused"]
+MOST_RANKS = {"device": "cpu", "ranks": 8, "model.name": "./model", "data.train": "rows.jsonl"}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def rule_name(rule: Rule) -> str:
+    return "+".join(side[0].name + "…" * (len(side) > 1) for side in rule.sides).replace(" ", "")
+
+
+def refused(settings: dict[str, Any], folder: Path) -> UserError | None:
+    """What the real loading says of settings, written to a file."""
+    file = folder / "run.yaml"
+    values = MOST_RANKS | settings
+    file.write_text(yaml.safe_dump(nested({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()})))
+    try:
+        resolve_machine(load_run(file).run)
+    except UserError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("rule", REFUSALS, ids=rule_name)
+def test_each_refusal_is_told(rule: Rule, tmp_path: Path) -> None:
+    """Every choice of one feature per side, by the rule's own words, field and remedy."""
+    words = re.sub(r"\\{[a-z.\\]+\\}", ".+", re.escape(rule.why)) + (r" \(at .+\)" if rule.section else "")
+    for features in product(*rule.sides):
+        # What a feature needs may be refused before the feature is: then it is tried without.
+        tries = [settings_of(*features), *(_without_company(features, one) for one in features)]
+        errors = [error for settings in tries if (error := refused(settings, tmp_path))]
+        told = [e for e in errors if e.field == rule.field and re.fullmatch(words, e.problem)]
+        assert told and told[0].remedy == rule.remedy, ([one.name for one in features], list(map(str, errors)))
+
+
+def _without_company(features: tuple[Feature, ...], bare: Feature) -> dict[str, Any]:
+    return settings_of(*(one for one in features if one is not bare)) | {bare.field: bare.value}
+
+
+@pytest.mark.parametrize("one", FEATURES, ids=lambda one: one.name.replace(" ", ""))
+def test_each_feature_is_possible_and_on(one: Feature) -> None:
+    run = run_with(one)
+    assert one.on(run) and not clashes(run)
+    assert not any(other.on(run) for other in FEATURES if other.of == one.of and other is not one)
+
+
+def test_pairs() -> None:
+    muon = combines("offload.optimizer: cpu", "optimizer: muon")
+    assert muon == combines(feature("optimizer: muon"), feature("offload.optimizer: cpu"))
+    assert muon.kind == "refused" and muon.field == "offload.optimizer" and "whole matrices" in muon.why
+    # By what it needs: parameters off the device need the optimizer off it.
+    assert combines("offload.parameters: disk", "optimizer: muon").kind == "refused"
+    assert combines("zero: 1", "zero: 2").kind == "either"
+    assert combines("zero: 3", "method: qlora").kind == "allowed"
+    # With a third: at stage 0 they combine.
+    zbv = combines("pipeline: zbv", "recompute: full")
+    assert zbv.kind == "remark" and zbv.why.startswith("not with zero: 1 or zero: 2")
+
+
+def test_clashes_are_all_told_and_the_first_is_raised() -> None:
+    run = load_run({"model": "m", "data": {"train": "x"}, "offload": {"parameters": "cpu", "activations": "cpu"}}).run
+    assert [c.field for c in clashes(run)] == ["offload.activations", "offload.parameters", "offload.parameters"]
+    with pytest.raises(UserError, match="recompute is none"):
+        first_clash(run)
+    assert not remarks(run)  # the device is not known yet
+
+
+def test_a_loop_of_ones_own_is_asked_what_it_has() -> None:
+    config = EngineConfig.model_validate({"offload": {"optimizer": "cpu", "activations": "cpu"}})
+    assert not clashes(config)  # it recomputes by its own means
+    config = EngineConfig.model_validate({"parallel": {"zero": 0, "quantize_weights": True}})
+    assert [c.problem for c in clashes(config)] == ["stage 0 gathers no weights"]
+
+
+def test_the_page_is_up_to_date() -> None:
+    """If this fails: python -m shardwise.config.compat > docs/combinations.md"""
+    assert (ROOT / "docs/combinations.md").read_text() == page()
+
+
+def test_the_command() -> None:
+    shown = CliRunner().invoke(app, ["config", "--combinations"])
+    assert shown.exit_code == 0 and "pipeline: zbv" in shown.output and "stage 0 shards nothing" in shown.output
+    told = json.loads(CliRunner().invoke(app, ["config", "--combinations", "--json"]).output)
+    assert told["features"] == [one.name for one in FEATURES] and len(told["rules"]) == len(RULES)
+    assert {"a", "b", "verdict", "why", "remedy", "field"} == set(told["pairs"][0])
+
+
+def test_config_tells_remarks(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("{model: m, data: {train: x}, device: cpu, precision: bf16}")
+    shown = CliRunner().invoke(app, ["config", str(tmp_path / "run.yaml")])
+    assert shown.exit_code == 0 and "most CPUs compute bf16 slower" in shown.output
+
+
+# Training. A row of the cover is a set of features that executes all its pairs at once.
+QUICK, TOGETHER = 4, 6  # rows in every test; rows of one start of processes
+ROWS = combos.cover()
+
+
+def bounds(features: tuple[Feature, ...]) -> tuple[float, float]:
+    """How far losses and gradient norms may be from those of the plain run, relatively."""
+    if any(one.numbers == "rounded" for one in features):
+        return 3e-2, 0.5
+    if set(f.PRECISIONS[1:]) & set(features):
+        return 1e-2, 0.1
+    if {f.EIGHT_BITS, f.FOUR_BITS, f.BF16_STATES, f.LION} & set(features):
+        return 2e-3, 2e-2
+    return 1e-4, 1e-3
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> combos.Shelf:
+    return combos.Shelf(tmp_path_factory.mktemp("combos"))
+
+
+def test_the_cover_has_every_pair() -> None:
+    tried = set().union(*map(combos.pairs_of, ROWS))
+    assert tried >= set(combos.pairs_to_try())
+    assert all(not clashes(run_with(*row)) for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(QUICK, len(ROWS), TOGETHER))]
+)
+@pytest.mark.timeout(1800)
+def test_what_combines_trains_the_same(shelf: combos.Shelf, first: int, cpu_precision_env: dict[str, str]) -> None:
+    """Two steps with everything on, against the same steps without what should change nothing."""
+    rows = ROWS[first : QUICK if first == 0 else first + TOGETHER]
+    runs: dict[str, Any] = {}
+    for number, row in enumerate(rows, first):
+        runs[f"{number}"] = shelf.run(row, f"{number}")
+        runs[f"{number} plain"] = shelf.run(combos.plain(row), f"{number}-plain", row)
+    found = run_ranks(combos.train_each, combos.RANKS, runs, timeout=1500, env=cpu_precision_env)[0]
+    for number, row in enumerate(rows, first):
+        here, expected = found.get(f"{number}"), found.get(f"{number} plain")
+        for name, records in (("with all", here), ("plain", expected)):
+            assert isinstance(records, list), f"{combos.name_of(row)} ({name}): {records}"
+        loss, norm = bounds(row)
+        assert [r[0] for r in here] == pytest.approx([r[0] for r in expected], rel=loss), combos.name_of(row)
+        assert [r[1] for r in here] == pytest.approx([r[1] for r in expected], rel=norm), combos.name_of(row)
