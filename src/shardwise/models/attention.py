@@ -134,8 +134,12 @@ def attend_documents(
     unusual = any(kwargs.get(name) is not None for name in EXTRAS)
     if unusual or any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
         return other(attention_mask=attention_mask.real)
-    if documents.alone and attention_mask.covers(documents.width):
-        return other(attention_mask=None, is_causal=True)  # nothing is packed: SDPA's own kernels are the faster ones
+    if documents.alone and attention_mask.covers(documents.width):  # nothing is packed: SDPA's own kernels are faster
+        if query.dtype == torch.float32 and kind_of(query) == "cuda" and query.shape[1] != key.shape[1]:
+            # The only kernel that takes fp32 wants as many keys as queries; else every score would be kept.
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+            other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
+        return other(attention_mask=None, is_causal=True)
     if _kernel_takes(query, key, value, attention_mask, dropout):
         return _in_one_kernel(query, key, value, attention_mask, scaling), None
     if kind_of(query) == "cpu":
