@@ -169,12 +169,15 @@ def measure(name: str, steps: int = 3) -> dict[str, Any]:
 
 def predict(name: str) -> dict[str, Any]:
     """The same, foreseen."""
+    from shardwise.rehearse.ledger import replayed
     from shardwise.rehearse.step import rehearse
 
     run, source, documents, accumulation = run_of(name)
     found = rehearse(source, run, 0, 1, micro_batches=accumulation, documents=documents)
     work = [[*astuple(one), count] for one, count in found.tracker.work.items()]
-    return {"peak": found.tracker.peak, "seconds_to_predict": found.seconds, "held": found.held, "work": work}
+    return {"peak": found.tracker.peak, "seconds_to_predict": found.seconds, "held": found.held, "work": work,
+            "calls": dict(found.tracker.calls), "reserved": replayed(found.tracker).most_reserved,
+            "handed": replayed(found.tracker).most_allocated}  # fmt: skip
 
 
 def main() -> None:

@@ -386,6 +386,31 @@ def plan(
 
 
 @app.command(epilog=_examples(
+    "shardwise rehearse run.yaml --nodes 64 --gpus 8",
+    "shardwise rehearse run.yaml --nodes 2 --gpus 8 parallel.tensor=8 parallel.zero=3",
+    "shardwise rehearse run.yaml --gpus 4 --rank 3 --json",
+))  # fmt: skip
+def rehearse(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs of each node (processes, with device: cpu).")] = 1,
+    rank: Annotated[
+        int | None, typer.Option(help="Rehearse this rank; default: one of each kind (first, middle, last stage).")
+    ] = None,
+    documents: Annotated[int, typer.Option(help="Documents in each packed row.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Rehearse: the real set-up and one real step of a rank of any world, without its hardware, memory or data.
+
+    Tells its memory by category, every collective with its bytes, and whatever error would have come up.
+    """
+    from shardwise.rehearse.command import run_rehearsal
+
+    run_rehearsal(run_file, overrides or [], nodes, gpus, rank, documents, as_json)
+
+
+@app.command(epilog=_examples(
     "shardwise zoo llama gpt2 mixtral",
     "shardwise zoo --axis tensor --task masked",
     "shardwise zoo --keep zoo.json --write docs/architectures.md   # all of them: an hour or more",

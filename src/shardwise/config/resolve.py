@@ -50,12 +50,27 @@ class Resolution:
         self.reasons[path] = reason
 
 
-def resolve_machine(run: Run) -> Resolution:
-    """Device, ranks, back end, precision and micro-batch: what depends on this machine and not on model or data."""
+@dataclass(frozen=True)
+class Machine:
+    """What a run is resolved for: GPUs of a host, whether they have bf16, and the ranks of the whole run, if known."""
+
+    gpus: int
+    bf16: bool = True
+    ranks: int | None = None
+
+
+def this_machine() -> Machine:
+    """What there is here."""
     import torch
 
-    result = Resolution(run)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(gpus, bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
+    """Device, ranks, back end, precision and micro-batch: what depends on the machine and not on model or data."""
+    machine, result = machine or this_machine(), Resolution(run)
+    gpus = machine.gpus
     if run.device == "cuda" and not gpus:
         raise UserError(
             "device", "cuda", "no CUDA device is visible here", "use device: cpu, or run `shardwise doctor`"
@@ -66,9 +81,14 @@ def resolve_machine(run: Run) -> Resolution:
             "cuda" if gpus else "cpu",
             f"{gpus} CUDA devices are visible" if gpus else "no CUDA device is visible",
         )
-    ranks = _resolve_ranks(result, gpus)
-    _resolve_backend(result, gpus, ranks)
-    _resolve_precision(result)
+    if machine.ranks is None:
+        ranks = _resolve_ranks(result, gpus)
+        _resolve_backend(result, gpus, ranks)
+    else:
+        ranks, backend = machine.ranks, "nccl" if result.run.device == "cuda" else "gloo"
+        result.put("ranks", ranks, "of the machine that is planned for")
+        result.put("backend", backend, f"device is {result.run.device}")
+    _resolve_precision(result, machine.bf16)
     check_axes(result.run, ranks)
     first_clash(result.run)
     _check_parallel(result.run, ranks)
@@ -130,15 +150,13 @@ def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
         )
 
 
-def _resolve_precision(result: Resolution) -> None:
-    import torch
-
+def _resolve_precision(result: Resolution, bf16: bool) -> None:
     run = result.run
     if run.precision != "auto":
         return
     if run.device == "cpu":
         result.put("precision", "fp32", "on a CPU fp32 is the fastest that is always there")
-    elif torch.cuda.is_bf16_supported(including_emulation=False):
+    elif bf16:
         result.put("precision", "bf16", "the GPU computes in bf16")
     else:
         result.put("precision", "fp16", "the GPU has no bf16")

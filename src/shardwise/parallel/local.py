@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -59,7 +60,8 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, where: Placement, shape: torch.S
 
 def offset_of(x: DTensor) -> tuple[int, ...]:
     """Where this rank's part begins."""
-    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    with unset_fake_temporarily():  # it computes with tensors, whose values it needs
+        _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return tuple(offset)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,14 @@ class _Reader:
 
 
 def micro_batch(run: Run, rows: int, documents: int = 1) -> Any:
-    """Full rows, of `documents` each where rows are packed."""
+    """Full rows, of `documents` each where rows are packed; every position is learned, the most there can be."""
     width = run.data.sequence_length
     if purpose_of(run) == "causal":
         count = documents if run.data.packing and width % documents == 0 else 1
         reader, each = _Reader(run.data.packing, width // count), np.zeros(count, dtype=DOCUMENT)
         each["length"] = width // count
-        return CausalLayout(0).collate(reader, [each] * rows, 0)
+        made = CausalLayout(0).collate(reader, [each] * rows, 0)
+        return replace(made, labels=torch.full_like(made.labels, FIRST))
     ids = torch.full((rows, width), FIRST)
     return RowBatch(ids, torch.ones_like(ids), torch.full_like(ids, FIRST))
 

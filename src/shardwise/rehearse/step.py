@@ -7,7 +7,6 @@ What depends on values is asked of a tiny model of the same class, which runs fo
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -58,6 +57,22 @@ class Rehearsal:
     seconds: float
 
 
+class Alike(dict[Any, Any]):
+    """What passes between stages, by chunk, kind of pass and shapes: a chunk that was never seen gets what others get.
+
+    So the first stage must be rehearsed before any other, and blocks must all take the same.
+    """
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self._like(key) is not None
+
+    def __missing__(self, key: Any) -> Any:
+        return self[self._like(key)]
+
+    def _like(self, key: Any) -> Any:
+        return next((other for other in self if other[1:] == key[1:]), None)
+
+
 @dataclass
 class Parts:
     """What `accumulate` wants of the training's parts."""
@@ -83,10 +98,10 @@ def rehearse(
     ranks: int,
     micro_batches: int | None = None,
     documents: int = 1,
-    known: Path | None = None,
+    known: Alike | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Rehearsal:
-    """A step of one rank. `known`: a file in which stages of a pipeline leave what they hand on, for the next."""
+    """A step of one rank. `known`: what stages of a pipeline hand on, from those that were rehearsed before."""
     begun = time.perf_counter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_world(run, rank, ranks) as world, acting(run.device), gpu_kernels(run.device):
@@ -96,24 +111,10 @@ def rehearse(
         count = micro_batches or min(per_rank, max(ENOUGH, 2 * run.parallel.pipeline))
         batch = step_batch(run, count, documents)
         pipeline = parts.spread.pipeline
-        if pipeline is not None and known is not None and known.exists():
-            pipeline._known.update(pickle.loads(known.read_bytes()))
+        if pipeline is not None:
+            pipeline._known = Alike() if known is None else known
         with fake:
-            say("warming up")
-            take_step(parts, batch)
-            tracker = Tracker(parts.sharded.model)
-            tracker.hold(list(parts.sharded.model.parameters()), "parameters")
-            tracker.hold(list(parts.sharded.model.buffers()), "buffers")
-            tracker.hold([list(state.values()) for state in optimizer.state.values()], "optimizer")
-            if isinstance(optimizer, OffloadedOptimizer):
-                tracker.hold(optimizer.buffers(), "optimizer")
-            held = _held(tracker)
-            say("one step")
-            tracker.peak, tracker.peak_time = tracker.now, tracker.time
-            with tracker.follow():
-                take_step(parts, batch, tracker)
-        if pipeline is not None and known is not None:
-            known.write_bytes(pickle.dumps(pipeline._known))
+            tracker, held = watch(parts, optimizer, batch, say)
         place = {a: getattr(world.place, a) for a in ("pipeline", "data", "context", "tensor")}
     return Rehearsal(rank, ranks, place, tracker, count, held, time.perf_counter() - begun)
 
@@ -154,6 +155,26 @@ def set_up(
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     return Parts(sharded, spread, objective, scaler, update, world, _OneSource()), optimizer
+
+
+def watch(
+    parts: Parts, optimizer: torch.optim.Optimizer, batch: StepBatch, say: Callable[[str], None] = lambda _: None
+) -> tuple[Tracker, dict[str, int]]:
+    """A step to warm up and one that is followed; with what is held between steps, by category. Fake or real."""
+    say("warming up")
+    take_step(parts, batch)
+    tracker = Tracker(parts.sharded.model)
+    tracker.hold(list(parts.sharded.model.parameters()), "parameters")
+    tracker.hold(list(parts.sharded.model.buffers()), "buffers")
+    tracker.hold([list(state.values()) for state in optimizer.state.values()], "optimizer")
+    if isinstance(optimizer, OffloadedOptimizer):
+        tracker.hold(optimizer.buffers(), "optimizer")
+    held = _held(tracker)
+    say("one step")
+    tracker.peak, tracker.peak_time = tracker.now, tracker.time
+    with tracker.follow():
+        take_step(parts, batch, tracker)
+    return tracker, held
 
 
 def take_step(parts: Parts, batch: StepBatch, tracker: Tracker | None = None) -> None:

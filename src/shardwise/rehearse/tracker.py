@@ -67,6 +67,7 @@ class Tracker(TorchDispatchMode):
     blocks: list[Block] = field(default_factory=list)
     work: Counter[Work] = field(default_factory=Counter)
     collectives: list[tuple[str, str, Collective]] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)  # of operators, views and modules: what the host has to do
     marks: list[tuple[int, str]] = field(default_factory=list)  # when each phase began
 
     def __post_init__(self) -> None:
@@ -130,6 +131,7 @@ class Tracker(TorchDispatchMode):
                 self._label(tensor, "communication")
         if self.now + (inner := workspace_of(func, args)) > self.peak:
             self.peak, self.peak_time = self.now + inner, self.time
+        self.calls["view" if func.is_view else "operator"] += 1
         if found is None and not func.is_view:
             self._count(func, args, kwargs, result, phase, name)
         return result
@@ -200,7 +202,7 @@ class Tracker(TorchDispatchMode):
             made = _tensors([named.get(name) for name in written])
         if not made or not given:
             return
-        size = _bytes(given) + _bytes(made)
+        size = _bytes(given) + _bytes(made) + 2 * workspace_of(func, args)
         flops = flops_of(func, args, kwargs, result)
         shape: tuple[int, ...] = ()
         if flops and name in ("mm", "addmm", "bmm", "baddbmm"):
@@ -209,6 +211,7 @@ class Tracker(TorchDispatchMode):
         self.work[Work(phase, name, flops, size, str(made[0].dtype).removeprefix("torch."), shape)] += 1
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        self.calls["module"] += 1
         self._stack.append(self._names.get(module, type(module).__name__))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

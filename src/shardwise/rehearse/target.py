@@ -1,0 +1,44 @@
+"""A run as it will be on a machine that is not this one: resolved, with its model's config, without its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config.load import LoadedRun
+from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
+from shardwise.config.schema import Run
+from shardwise.errors import UserError
+from shardwise.models.source import ModelSource, find_model
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be rehearsed."""
+
+    run: Run
+    source: ModelSource
+    ranks: int
+    reasons: dict[str, str]
+
+    @property
+    def stages(self) -> list[int]:
+        """One rank of each kind: the first, a middle and the last stage of a pipeline, or rank 0."""
+        count = self.run.parallel.pipeline
+        picked = range(count) if self.source.config.is_encoder_decoder else sorted({0, min(1, count - 1), count - 1})
+        return [stage * (self.ranks // count) for stage in picked]
+
+
+def aim(loaded: LoadedRun, nodes: int, gpus: int) -> Target:
+    """Resolves a run for nodes with so many GPUs each; with `device: cpu` for as many processes on CPUs."""
+    if nodes < 1 or gpus < 1:
+        raise UserError("--nodes, --gpus", f"{nodes}, {gpus}", "there must be at least one of each", "e.g. --gpus 8")
+    run = loaded.run
+    machine = Machine(0 if run.device == "cpu" else gpus, ranks=nodes * gpus)
+    result = resolve_machine(run, machine)
+    source = find_model(result.run.model, task=task_wanted(result.run))
+    resolve_objective(result, source.task)
+    if result.run.objective.type not in ("causal", "seq2seq", "masked"):  # type: ignore[union-attr]
+        kind = result.run.objective.type  # type: ignore[union-attr]
+        raise UserError("objective", kind, "cannot be rehearsed yet", "rehearse it as causal: objective=causal")
+    resolve_model(result, source.config)
+    return Target(result.run, source, nodes * gpus, result.reasons)
