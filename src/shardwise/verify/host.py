@@ -127,7 +127,8 @@ def _answer(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder
     from shardwise.launch.cpu import usable_cores
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    torch.set_num_threads(max(1, usable_cores() // ranks))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // ranks))
     try:
         if ranks > 1:
             _meet(rank, ranks, folder)
