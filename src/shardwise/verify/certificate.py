@@ -10,13 +10,15 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shardwise.errors import UserError
 from shardwise.verify.claims import Claim
 from shardwise.verify.compare import Difference, as_json
 
-PASS, FAIL, OPEN = "pass", "FAIL", "not shown"
+PASS, FAIL = "pass", "FAIL"
+OPEN, UNTRIED = "not shown", "not tried"  # there is nothing to show; what it rests on failed
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether every claim was shown; one that could not be is none that failed."""
-        return bool(self.rows) and not any(row.verdict == FAIL for row in self.rows)
+        """Whether something was shown, and nothing failed."""
+        verdicts = {row.verdict for row in self.rows}
+        return PASS in verdicts and FAIL not in verdicts
 
     @property
     def failure(self) -> Row | None:
@@ -111,38 +114,41 @@ def print_certificate(certificate: Certificate, console: Console) -> None:
         "reference": certificate.reference, "precision": f"{certificate.precision} on {certificate.device}",
     }  # fmt: skip
     for name, text in facts.items():
-        console.print(f"  {name:10} {text}", highlight=False, markup=False, soft_wrap=True)
+        _line(console, f"{name:10} {text}")
     for note in certificate.notes:
-        console.print(f"  {'note':10} {note}", highlight=False, markup=False, soft_wrap=True)
+        _line(console, f"{'note':10} {note}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("claim", overflow="fold")
-    for name in ("loss", "norm", "gradients", "bound", "update", "loss after"):
+    table.add_column("claim, what is compared, gradient furthest off", overflow="fold")
+    for name in ("loss", "norm", "gradients", "update", "loss after"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in certificate.rows:
-        found, bounds = row.difference, row.claim.bounds
-        cells = [row.claim.name + (f" ({row.claim.lossy})" if row.claim.lossy else "")]
-        if found is None:
-            cells += ["", "", "", f"{bounds.gradient:.0e}", "", ""]
-        else:
-            numbers = (found.loss, found.norm, found.gradient)
-            cells += [*map(_shown, numbers), f"{bounds.gradient:.0e}", _shown(found.update), _shown(found.after)]
-        style = {PASS: "green", FAIL: "bold red", OPEN: "yellow"}[row.verdict]
-        table.add_row(*cells, f"[{style}]{row.verdict}[/{style}]")
+        table.add_row(*_cells(row))
     console.print(table)
+    for bounds in dict.fromkeys(row.claim.bounds for row in certificate.rows):
+        told = [row.claim for row in certificate.rows if row.claim.bounds == bounds]
+        whose = "" if not told[0].lossy else f" (lossy: {', '.join(claim.name for claim in told)})"
+        update = "not compared" if bounds.update is None else f"{bounds.update:.0e}"
+        text = f"loss {bounds.loss:.0e}, norm {bounds.norm:.0e}, gradients {bounds.gradient:.0e}, update {update}, "
+        _line(console, f"bounds: {text}loss after {bounds.after:.0e}{whose}")
     for row in certificate.rows:
-        if row.why:
-            console.print(f"  {row.claim.name}: {row.why}", highlight=False, markup=False, soft_wrap=True)
-        for note in row.notes:
-            console.print(f"  {row.claim.name}: {note}", highlight=False, markup=False, soft_wrap=True)
-    furthest = max(
-        (row for row in certificate.rows if row.difference and row.difference.gradient is not None and not row.claim.lossy),
-        key=lambda row: row.difference.gradient or 0.0 if row.difference else 0.0, default=None,
-    )  # fmt: skip
-    if certificate.passed and furthest is not None and furthest.difference is not None:
-        worst = furthest.difference
-        text = f"largest difference of a gradient: {_shown(worst.gradient)}, {worst.worst} ({furthest.claim.name})"
-        console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
+        for note in (*([row.why] if row.why else []), *row.notes):
+            _line(console, f"{row.claim.name}: {note}")
+
+
+def _cells(row: Row) -> list[str]:
+    found, claim = row.difference, row.claim
+    first = [f"[bold]{escape(claim.name)}[/bold]", f"[dim]{escape(claim.what)}[/dim]"]
+    numbers: list[float | None] = []
+    if found is not None:
+        numbers = [found.loss, found.norm, found.gradient, found.update, found.after]
+        first += [f"[dim]{escape(found.worst)}[/dim]"] if found.worst else []
+    style = {PASS: "green", FAIL: "bold red"}.get(row.verdict, "yellow")
+    return ["\n".join(first), *map(_shown, numbers), *[""] * (5 - len(numbers)), f"[{style}]{row.verdict}[/{style}]"]
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _shown(value: float | None) -> str:

@@ -87,7 +87,7 @@ def plan_claims(run: Run, packing: bool, precision: str) -> Plan:
     claims = plan.claims
     one = {"ranks": 1, "parallel.zero": 0, "train.micro_batch_size": rows}
     claims.append(Claim(
-        MODEL, "the model as built, its loss, one AdamW step: documents as rows of one forward", one | {
+        MODEL, "as built and loaded, a document a row, one forward", one | {
             "data.packing": False}, batch=ROWS if packing else BATCH, bounds=half,
     ))  # fmt: skip
     base = MODEL
@@ -164,7 +164,8 @@ def _add_sharding(run: Run, claims: list[Claim], world: World, cut: int, half: B
             ))  # fmt: skip
         if parallel.quantize_gradients:
             claims.append(Claim(
-                "ZeRO++ qgZ on 2 ranks", "gradients reduced in 4 bits", plain | {"parallel.quantize_gradients": True}, 2,
+                "ZeRO++ qgZ on 2 ranks", "gradients reduced in 4 bits",
+                plain | {"parallel.quantize_gradients": True}, 2,
                 bounds=wider(half, INT4), rests_on=(base,), lossy="4-bit gradients",
             ))  # fmt: skip
         if parallel.bucket is not None:

@@ -1,7 +1,8 @@
 """The process that a proof's ranks are forked from: it imports once, and every claim starts in a moment.
 
-Started as `python -m shardwise.verify.host PARENT MODEL`. A line of JSON on standard input is work for some ranks, one on
-standard output what each of them found. It computes nothing itself: a process with threads, or a GPU, cannot be forked.
+Started as `python -m shardwise.verify.host PARENT MODEL`. A line of JSON on standard input is work for some ranks, one
+on standard output what each of them found. It computes nothing itself: a process with threads, or a GPU, cannot be
+forked.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import importlib
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -70,8 +70,6 @@ def run_ranks(task: Callable[[int], dict[str, Any]], ranks: int, folder: Path) -
                 found[rank] = _read(folder / f"{rank}.json", status)
                 if "failed" in found[rank] and deadline is None:
                     deadline = time.monotonic() + LAST_WORDS
-        if sys.stdin in select.select([sys.stdin], [], [], 0)[0] and not sys.stdin.buffer.peek(1):  # type: ignore[attr-defined]
-            deadline = 0.0  # whoever asked has left
         time.sleep(POLL)
     for pid in children:
         with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """The reference: one process, one document at a time, transformers' own forward, the plain loss, plain AdamW.
 
 Nothing here is taken from the code that is proven: no loader, no packing, no objective, no sharding, no optimizer of
-ours. What it is given are documents (token ids and which of them are learned) and a folder that `from_pretrained` reads.
+ours. What it is given are documents (token ids and which of them are learned) and a folder for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
                 loss = _summed_loss(model, document, work["task"], device) / count
                 loss.backward()
                 total += loss.item()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in trained.values() if p.grad is not None])
-        told |= {"loss" if step == 0 else "after": total, "norm" if step == 0 else "after_norm": float(norm)}
+        norm = sum(float(p.grad.double().square().sum()) for p in trained.values() if p.grad is not None) ** 0.5
+        told |= {"loss" if step == 0 else "after": total, "norm" if step == 0 else "after_norm": norm}
         if step == 0:
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
         if work["clip"] is not None:
