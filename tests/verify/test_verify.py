@@ -18,6 +18,7 @@ from support.families import config_of
 from support.tiny import rows_of_pairs, saved_model, tiny_run, tokenizer_folder
 
 from shardwise import cli as commands
+from shardwise.errors import UserError
 from shardwise.verify import command, ranks
 from shardwise.verify.certificate import OPEN, PASS, Certificate
 
@@ -154,6 +155,14 @@ def test_mistakes_get_one_message(shared: Path, tmp_path: Path) -> None:
     file = cli.write_run(tmp_path, a_run(shared))
     code, _, err = cli.command("verify", file, "--output", tmp_path / "nowhere" / "certificate.json")
     assert code == 2 and "--output" in err and "there is no such folder" in err and "Traceback" not in err
+    with pytest.raises(UserError, match="(?s)--layers.*leave --full out"):
+        command.verify(file, options=command.Options(full=True, layers=3))
+    with pytest.raises(UserError, match="--keep.*is not a folder"):
+        command.verify(file, options=command.Options(keep=file))
+    with pytest.raises(UserError, match="no such"):
+        command.verify(
+            a_run(shared, data__train=str(tmp_path / "nothing.jsonl")), options=command.Options(keep=tmp_path / "logs")
+        )
 
 
 def started(file: Path) -> subprocess.Popen[str]:

@@ -108,7 +108,7 @@ def write_certificate(certificate: Certificate, file: Path) -> None:
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
     """The certificate as a table."""
-    console.print(f"[bold]{certificate.run}[/bold] against one plain process", highlight=False)
+    console.print(f"[bold]{escape(certificate.run)}[/bold] against one plain process", highlight=False)
     facts = {
         "model": f"{certificate.model}, {certificate.parameters:,} parameters", "batch": certificate.batch,
         "reference": certificate.reference, "precision": f"{certificate.precision} on {certificate.device}",

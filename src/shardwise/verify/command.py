@@ -22,7 +22,7 @@ from shardwise.models.source import ModelSource, find_model
 from shardwise.verify.certificate import Certificate, Row
 from shardwise.verify.claims import Plan, plan_claims
 from shardwise.verify.prove import Prover, Say, as_run
-from shardwise.verify.ranks import ranks
+from shardwise.verify.ranks import ranks, stopped_by_sigterm
 from shardwise.verify.sized import Room, Sized, drops_out, make_model
 
 TOKENS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a proof's batch; longer sequences are cut
@@ -49,15 +49,24 @@ def verify(
 ) -> Certificate:
     """Tries every claim of a run; raises UserError where the run itself is a mistake."""
     options = options or Options()
+    _check(options)
     loaded = load_run(run_file, overrides)
     name = "the given run" if isinstance(run_file, dict) else Path(run_file).name
-    folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
-    try:
-        return _verify(loaded.run, name, options, folder, say, shown)
-    finally:
-        if options.keep is not None:
-            shutil.copytree(folder / "claims", options.keep, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    with stopped_by_sigterm():
+        folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
+        try:
+            return _verify(loaded.run, name, options, folder, say, shown)
+        finally:
+            if options.keep is not None and (folder / "claims").is_dir():
+                shutil.copytree(folder / "claims", options.keep, dirs_exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(options: Options) -> None:
+    if options.full and options.layers is not None:
+        raise UserError("--layers", options.layers, "the whole model has all of its layers", "leave --full out")
+    if options.keep is not None and options.keep.exists() and not options.keep.is_dir():
+        raise UserError("--keep", str(options.keep), "is not a folder", "give the name of a folder, e.g. logs")
 
 
 def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown: Callable[[Row], None]) -> Certificate:

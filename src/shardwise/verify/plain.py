@@ -19,7 +19,7 @@ STEPS = 2  # the second shows that the first one's update arrived
 
 
 def answer(work: dict[str, Any]) -> dict[str, Any]:
-    """Computes and leaves the reference's answer; `work` is what Claims.plain_work tells."""
+    """Computes and leaves the reference's answer; `work` is what the Prover tells."""
     device = torch.device(work["device"])
     model = _model(work).to(device)
     trained = _trained(model, work)

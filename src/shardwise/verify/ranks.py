@@ -63,13 +63,21 @@ def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     (folder / "claims").mkdir(exist_ok=True)
     host = Ranks(environment, folder / "model", folder / "claims" / "host.log")
-    previous: Any = None
-    with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
-        previous = signal.signal(signal.SIGTERM, _stop)
     try:
         yield host
     finally:
         host.end()
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves as Ctrl-C does: what was begun is ended, and what was written is taken away."""
+    previous: Any = None
+    with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
+        previous = signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
 

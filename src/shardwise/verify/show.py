@@ -45,7 +45,8 @@ def show(
             print(f"FAILED: {failure.claim.name}: {failure.why}")
         else:
             shown = sum(row.difference is not None for row in certificate.rows)
-            print(f"{shown} claims shown" + (f"; written to {output}" if output is not None else ""))
+            told = f"{shown} claims shown" if shown else "NOTHING SHOWN: there is no claim of this run to try"
+            print(told + (f"; written to {output}" if output is not None else ""))
     return 0 if certificate.passed else 1
 
 
