@@ -155,9 +155,9 @@ def test_mistakes_get_one_message(shared: Path, tmp_path: Path) -> None:
     file = cli.write_run(tmp_path, a_run(shared))
     code, _, err = cli.command("verify", file, "--output", tmp_path / "nowhere" / "certificate.json")
     assert code == 2 and "--output" in err and "there is no such folder" in err and "Traceback" not in err
-    with pytest.raises(UserError, match="(?s)--layers.*leave --full out"):
+    with pytest.raises(UserError, match=r"(?s)--layers.*leave --full out"):
         command.verify(file, options=command.Options(full=True, layers=3))
-    with pytest.raises(UserError, match="--keep.*is not a folder"):
+    with pytest.raises(UserError, match=r"--keep.*is not a folder"):
         command.verify(file, options=command.Options(keep=file))
     with pytest.raises(UserError, match="no such"):
         command.verify(
