@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ def described(**more: Any) -> Run:
         ({"ranks": 64, "parallel": {"tensor": 8, "pipeline": 4}}, 8),
         ({"ranks": 32, "parallel": {"tensor": 8, "pipeline": 4}}, 4),
         ({"ranks": 16, "parallel": {"context": 8, "expert": 4}}, 4),
+        ({"ranks": 9, "parallel": {"tensor": 9}}, 3),  # nine heads are not divided by two
+        ({"ranks": 12, "parallel": {"tensor": 3, "expert": 4}}, 6),
+        ({"ranks": 12, "parallel": {"expert": 3}}, 3),
         ({"ranks": 16, "parallel": {"zero": 3, "secondary_shard": 8}}, 4),
     ],
 )
@@ -55,6 +59,24 @@ def test_claims_change_one_thing_at_a_time() -> None:
         assert set(claim.rests_on) <= set(names[: names.index(claim.name)])
         data = claim.ranks // (claim.settings.get("parallel.tensor", 1) * claim.settings.get("parallel.pipeline", 1))
         assert plan.rows % (claim.settings["train.micro_batch_size"] * data) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(2, {"context": 2}), (9, {"tensor": 9}), (6, {"expert": 3}), (12, {"tensor": 3, "expert": 3}), (1, {}),
+     (24, {"context": 3, "shard": 4}), (64, {"zero": 3, "shard": 16, "secondary_shard": 4}), ("auto", {"pipeline": 3})],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 8])
+def test_every_claim_is_a_run_that_divides(ranks: int | str, parallel: dict[str, Any], batch: int) -> None:
+    data = 1 if ranks == "auto" else int(ranks)
+    run = described(ranks=ranks, parallel=parallel, train={"batch_size": batch * data, "micro_batch_size": 1})
+    plan = plan_claims(run, packing=True, precision="fp32")
+    for claim in plan.claims:
+        inner = [claim.settings.get(f"parallel.{name}", 1) for name in ("tensor", "context", "pipeline")]
+        spread, rest = divmod(claim.ranks, math.prod(inner))
+        assert not rest and plan.rows % (claim.settings["train.micro_batch_size"] * spread) == 0, claim
+        assert (claim.ranks // inner[2]) % claim.settings.get("parallel.expert", 1) == 0
+        assert (spread * inner[1]) % claim.settings.get("parallel.shard", 1) == 0
 
 
 def test_fewer_layers_of_each_kind() -> None:

@@ -159,6 +159,13 @@ def test_mistakes_get_one_message(shared: Path, tmp_path: Path) -> None:
         command.verify(file, options=command.Options(full=True, layers=3))
     with pytest.raises(UserError, match=r"--keep.*is not a folder"):
         command.verify(file, options=command.Options(keep=file))
+    for changes, named in (
+        ({"parallel__tensor": 3, "ranks": 3, "train__batch_size": 6}, "parallel.tensor.*attention heads"),
+        ({"parallel__tensor": 2, "ranks": 2, "offload": {"optimizer": "cpu"}}, "offload.optimizer.*ZeRO alone"),
+        ({"ranks": 64}, "train.batch_size.*cannot be divided among 64 ranks"),
+    ):
+        with pytest.raises(UserError, match=named):  # as `shardwise train` would, before anything is computed
+            command.verify(a_run(shared, **changes))
     with pytest.raises(UserError, match="no such"):
         command.verify(
             a_run(shared, data__train=str(tmp_path / "nothing.jsonl")), options=command.Options(keep=tmp_path / "logs")

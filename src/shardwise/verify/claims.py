@@ -6,6 +6,7 @@ that rests on a claim that failed shows nothing and is not tried.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,19 +60,27 @@ class World:
 
 
 def small_world(run: Run) -> World:
-    """Two along each axis that is longer than one; `ranks: auto` may be any number, so data get two as well."""
+    """Two along each axis that is longer than one (three where it is 3 or 9: heads that it divides may be odd).
+
+    `ranks: auto` may be any number, so data get two as well.
+    """
     parallel = run.parallel
-    axes = {name: 2 for name in axes_used(parallel)}
+    axes = {name: 2 if name == "pipeline" else _least(getattr(parallel, name)) for name in axes_used(parallel)}
     inner = parallel.tensor * parallel.context * parallel.pipeline
     several = run.ranks == "auto" or int(run.ranks) > inner
     data, replicas = (2, 1) if several else (1, 1)
     if parallel.shard is not None and parallel.zero and run.ranks != parallel.shard:
-        data, replicas = 4 // axes.get("context", 1), 2
+        data, replicas = 4 // math.gcd(4, axes.get("context", 1)), 2
     if parallel.secondary_shard is not None:
         data = 4 * replicas
-    if axes.get("expert") and not {"tensor", "context"} & axes.keys():
-        data = max(2, data)
+    while (axes.get("tensor", 1) * axes.get("context", 1) * data) % axes.get("expert", 1):
+        data += 1
     return World(axes, data, replicas)
+
+
+def _least(size: int) -> int:
+    """What divides whatever a size divides."""
+    return next(d for d in range(2, size + 1) if size % d == 0)
 
 
 def plan_claims(run: Run, packing: bool, precision: str) -> Plan:
@@ -81,7 +90,8 @@ def plan_claims(run: Run, packing: bool, precision: str) -> Plan:
     micro = 1 if world.data > 2 else min(2, int(micro_wanted))
     accumulates = _accumulates(run) or run.parallel.pipeline > 1
     rows = micro * world.data * (2 if accumulates else 1)
-    rows = max(rows, 2 * micro)  # a row of its own would show nothing of rows
+    # Two ranks have a share each, and so have the experts'; a row of its own would show nothing of rows.
+    rows = math.lcm(rows, 2 * micro, micro * world.axes.get("expert", 1))
     plan = Plan([], rows, micro, world.ranks)
     half = HALF if precision != "fp32" else EXACT
     claims = plan.claims
@@ -100,7 +110,7 @@ def plan_claims(run: Run, packing: bool, precision: str) -> Plan:
             one | {"train.micro_batch_size": micro}, bounds=half, rests_on=(base,),
         ))  # fmt: skip
         base = ACCUMULATION
-    cut = micro if accumulates else rows // world.data
+    cut = micro if accumulates or world.data > 1 or "context" in world.axes else rows
     _add_local(run, claims, one | {"train.micro_batch_size": cut}, half, base)
     _add_sharding(run, claims, world, cut, half, base)
     _add_axes(run, claims, world, micro, half, base)
@@ -191,17 +201,18 @@ def _axis_settings(parallel: Parallel, axes: dict[str, int]) -> dict[str, Any]:
 
 
 def _add_axes(run: Run, claims: list[Claim], world: World, micro: int, half: Bounds, base: str) -> None:
-    """Each axis alone on two ranks."""
+    """Each axis alone."""
     what = {
-        "tensor": "each weight divided over 2 ranks", "context": "each sequence divided over 2 ranks",
-        "pipeline": "the blocks divided over 2 stages", "expert": "the experts divided over 2 ranks",
+        "tensor": "each weight divided over {} ranks", "context": "each sequence divided over {} ranks",
+        "pipeline": "the blocks divided over {} stages", "expert": "the experts divided over {} ranks",
     }  # fmt: skip
-    for name in world.axes:
-        settings = {"ranks": 2, "parallel.zero": 0, "train.micro_batch_size": micro}
-        settings |= _axis_settings(run.parallel, {name: 2})
+    for name, size in world.axes.items():
+        settings = {"ranks": size, "parallel.zero": 0, "train.micro_batch_size": micro}
+        settings |= _axis_settings(run.parallel, {name: size})
         kind = f" ({run.parallel.context_kind})" if name == "context" else ""
         kind = f" ({run.parallel.schedule})" if name == "pipeline" else kind
-        claims.append(Claim(f"{name} 2{kind}", what[name], settings, 2, bounds=half, rests_on=(base,)))
+        told = what[name].format(size)
+        claims.append(Claim(f"{name} {size}{kind}", told, settings, size, bounds=half, rests_on=(base,)))
 
 
 def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds) -> None:
@@ -243,7 +254,7 @@ def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds
 
 def _tell_world(run: Run, world: World, plan: Plan) -> None:
     asked = {name: getattr(run.parallel, name) for name in world.axes}
-    lowered = [f"{name} {size} → 2" for name, size in asked.items() if size > 2]
+    lowered = [f"{name} {size} → {world.axes[name]}" for name, size in asked.items() if size > world.axes[name]]
     if run.ranks != "auto" and int(run.ranks) > plan.ranks:
         lowered.append(f"{run.ranks} ranks → {plan.ranks}")
     if lowered:

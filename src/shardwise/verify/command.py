@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 
+from shardwise.config.axes import check_model_axes, check_objective_axes
 from shardwise.config.load import load_run
 from shardwise.config.methods import Full, Lora
-from shardwise.config.resolve import Resolution, resolve_objective, task_wanted
+from shardwise.config.resolve import Resolution, resolve_machine, resolve_objective, task_wanted
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
 from shardwise.launch.cpu import free_memory
@@ -22,7 +24,7 @@ from shardwise.models.source import ModelSource, find_model
 from shardwise.verify.certificate import Certificate, Row
 from shardwise.verify.claims import Plan, plan_claims
 from shardwise.verify.prove import Prover, Say, as_run
-from shardwise.verify.ranks import ranks, stopped_by_sigterm
+from shardwise.verify.ranks import ranks, stopped_by_sigterm, unlaunched
 from shardwise.verify.sized import Room, Sized, drops_out, make_model
 
 TOKENS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a proof's batch; longer sequences are cut
@@ -70,12 +72,15 @@ def _check(options: Options) -> None:
 
 
 def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown: Callable[[Row], None]) -> Certificate:
+    total = _check_run(run)
     say("finding the model")
     result = Resolution(run)
     source = find_model(run.model, say, task_wanted(run))
     resolve_objective(result, source.task)
     source = adapt_model(result, source, source.load_tokenizer())
     run = result.run
+    check_objective_axes(run)
+    check_model_axes(run, source.config, total)
     device = _device(run)
     precision = _precision(run, device) if options.own_precision else "fp32"
     plan = plan_claims(run, run.data.packing, precision)
@@ -105,6 +110,16 @@ def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown
             certificate.rows.append(row)
             shown(row)
     return certificate
+
+
+def _check_run(run: Run) -> int:
+    """Refuses what `shardwise train` would, whatever this machine has; returns how many ranks the run has, or needs."""
+    parallel = run.parallel
+    spread = parallel.tensor * math.lcm(parallel.context, parallel.shard or 1, parallel.secondary_shard or 1)
+    total = parallel.pipeline * math.lcm(spread, parallel.expert) if run.ranks == "auto" else int(run.ranks)
+    with unlaunched():
+        resolve_machine(run.model_copy(update={"ranks": total, "device": "cpu", "backend": "gloo"}))
+    return total
 
 
 def _device(run: Run) -> str:

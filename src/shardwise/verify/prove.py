@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.config.axes import check_model_axes
 from shardwise.config.load import LoadedRun
 from shardwise.config.methods import Full, Lora, Qlora
 from shardwise.config.resolve import purpose_of
@@ -23,7 +23,7 @@ from shardwise.train.job import Job, prepare_job
 from shardwise.verify.certificate import FAIL, OPEN, PASS, UNTRIED, Row
 from shardwise.verify.claims import BATCH, MODEL, PACKING, ROWS, Claim, Plan
 from shardwise.verify.compare import together
-from shardwise.verify.ranks import LAUNCHED, Ranks
+from shardwise.verify.ranks import Ranks, unlaunched
 from shardwise.verify.sized import Sized, write_adapter
 
 PLAIN_TASKS = ("causal", "seq2seq", "masked", "classify")
@@ -97,11 +97,8 @@ class Prover:
 
     def _job(self, settings: dict[str, Any]) -> Job:
         values = changed(self.base, settings) | {"output": str(self.folder / "prepare")}
-        launched = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
-        try:
+        with unlaunched():
             return prepare_job(LoadedRun(Run.model_validate(values)))
-        finally:
-            os.environ.update(launched)
 
     def _begin_adapter(self, job: Job) -> None:
         """Gives a plain LoRA run an adapter to start from, which the reference reads too."""
@@ -168,6 +165,10 @@ class Prover:
             return Row(claim, OPEN, why="the reference does this itself")
         if claim.name == PACKING and not self.together:
             return Row(claim, OPEN, why="no row of the batch holds two documents: a longer data.sequence_length would")
+        try:  # a tiny model has other numbers of heads and experts than the one that the run's axes fit
+            check_model_axes(as_run(self.base, claim), self.sized.config)
+        except UserError as error:
+            return Row(claim, OPEN, why=f"of {self.sized.told}: {error.field} {error.problem}")
         self.say(f"{claim.name}: {claim.what}")
         folder = self.folder / "claims" / _file_name(claim.name)
         work = self._work(_file_name(claim.name), claim.settings)

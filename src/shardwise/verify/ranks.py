@@ -53,6 +53,16 @@ class Ranks:
 
 
 @contextmanager
+def unlaunched() -> Iterator[None]:
+    """Without what a launcher left in the environment: a proof brings its own ranks."""
+    launched = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(launched)
+
+
+@contextmanager
 def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
     """A host for the claims of a proof; its log and theirs lie in `folder`/claims."""
     environment = dict(os.environ) | {"TOKENIZERS_PARALLELISM": "false", "SHARDWISE_PROGRESS": "off"}

@@ -33,11 +33,12 @@ WORK = {"cpu": 2e13, "cuda": 5e16}  # floating-point operations of all claims to
 
 @dataclass(frozen=True)
 class Sized:
-    """A model for a proof: its folder, what to say of it, and its parameters."""
+    """A model for a proof: its folder, what to say of it, its parameters, and its config."""
 
     folder: Path
     told: str
     parameters: int
+    config: Any
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ def make_model(source: ModelSource, folder: Path, room: Room, layers: int | None
         loaded = source.weights is not None
         _write(real, folder, loaded)
         whose = "its own weights" if loaded else "fresh weights"
-        return Sized(folder, f"{source.label} with {depth} layers, real widths, {whose}", count)
+        return Sized(folder, f"{source.label} with {depth} layers, real widths, {whose}", count, real.config)
     tiny = replace(source, config=tiny_config(source.config, depth))
     _write(tiny, folder, loaded=False)
-    return Sized(folder, f"a tiny {source.config.model_type} with {depth} layers (real widths take too long here)",
-                 _count(tiny))  # fmt: skip
+    told = f"a tiny {source.config.model_type} with {depth} layers (real widths take too long here)"
+    return Sized(folder, told, _count(tiny), tiny.config)
 
 
 def _whole(source: ModelSource, folder: Path, room: Room) -> Sized:
@@ -81,7 +82,7 @@ def _whole(source: ModelSource, folder: Path, room: Room) -> Sized:
         raise UserError("--full", None, f"{problem}, {_gib(room.memory)} are free", "leave --full out")
     if source.weights is None:
         _write(replace(source, config=_still(source.config)), folder, loaded=False)
-        return Sized(folder, f"{source.label}, whole, fresh weights", count)
+        return Sized(folder, f"{source.label}, whole, fresh weights", count, source.config)
     folder.mkdir(parents=True)
     for file in source.weights.iterdir():
         if file.name != "config.json":
@@ -89,7 +90,7 @@ def _whole(source: ModelSource, folder: Path, room: Room) -> Sized:
     config = _still(source.config)
     config.architectures = source.config.architectures
     (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
-    return Sized(folder, f"{source.label}, whole", count)
+    return Sized(folder, f"{source.label}, whole", count, source.config)
 
 
 def _gib(size: float) -> str:
