@@ -118,7 +118,8 @@ def updates_never_gathered() -> None:
 
     def prepare(self: Any, last: bool) -> None:
         plain(self, last)
-        self.model.set_reshard_after_backward(False)
+        if self.stage in (1, 2):
+            self.model.set_reshard_after_backward(False)
 
     ShardedModel.prepare_micro_batch = prepare  # type: ignore[method-assign]
 
