@@ -97,7 +97,8 @@ def test_right_runs_are_certified(family: str, settings: dict[str, Any], claims:
 
 
 def test_the_command_certifies(shared: Path, tmp_path: Path) -> None:
-    file, target = cli.write_run(tmp_path, a_run(shared, ranks=8, **zero(3))), tmp_path / "certificate.json"
+    run = a_run(shared, ranks=8, train__batch_size=32, **zero(3))
+    file, target = cli.write_run(tmp_path, run), tmp_path / "certificate.json"
     code, out, err = cli.command("verify", file, "recompute=full", "offload.optimizer=cpu", "--output", target)
     assert code == 0, out + err
     assert "smallest world with every axis of the run: 8 ranks → 2" in out
