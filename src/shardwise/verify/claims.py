@@ -185,7 +185,9 @@ def _add_sharding(run: Run, claims: list[Claim], world: World, cut: int, half: B
     places = {name: getattr(run.offload, name) for name in ("optimizer", "parameters", "activations")}
     if used := {name: place for name, place in places.items() if place != "none"}:
         ranks = 2 if sharded else 1
-        settings = plain | {"ranks": ranks, "offload.ratio": run.offload.ratio, "recompute": run.recompute}
+        settings = plain | {"ranks": ranks, "offload.ratio": run.offload.ratio}
+        # Inputs of blocks are there to be offloaded where blocks are computed again; by itself it is another claim.
+        settings |= {"recompute": run.recompute} if "activations" in used else {}
         settings |= {f"offload.{name}": place for name, place in used.items()}
         told = ", ".join(f"{name} on {'the host' if place == 'cpu' else place}" for name, place in used.items())
         claims.append(Claim("offload", told, settings, ranks, bounds=half, rests_on=(base,)))
