@@ -367,6 +367,38 @@ def evaluate(
     measure(models, todo, output, as_json, changed_tokenizer)
 
 
+@app.command(epilog=_examples(
+    "shardwise verify run.yaml",
+    "shardwise verify run.yaml parallel.zero=3 ranks=4 --output certificate.json",
+    "shardwise verify run.yaml device=cpu   # a run meant for a cluster, proven on a laptop",
+    "shardwise verify run.yaml --precision   # in the run's own precision, with wider bounds",
+    "shardwise verify run.yaml --json | jq '.claims[] | [.claim, .verdict]'",
+))  # fmt: skip
+def verify(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    full: Annotated[bool, typer.Option("--full", help="The whole model instead of a few of its layers.")] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep; default: each kind of them, 2.")] = None,
+    precision: Annotated[
+        bool, typer.Option("--precision", help="The run's own precision, with wider bounds; default: fp32.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate as JSON.")] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the ranks' logs.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON and nothing else.")] = False,
+) -> None:
+    """Prove that packing, accumulation, ZeRO, offload, recomputation and parallel axes change nothing.
+
+    Your model, made small, and your data: each claim against one plain process that takes a document at a time. Leaves
+    with 1 if a claim fails.
+    """
+    from shardwise.verify.certificate import check_target
+    from shardwise.verify.show import show
+
+    if output is not None:
+        check_target(output)
+    raise typer.Exit(show(run_file, overrides or [], full, layers, precision, output, keep, as_json))
+
+
 @app.command(
     epilog=_examples("shardwise plan --roles smollm2-135m-instruct", "shardwise plan --roles ./my-model --json")
 )

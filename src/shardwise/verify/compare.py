@@ -1,0 +1,178 @@
+"""How far an answer is from the reference's, parameter by parameter, and how far is still the same.
+
+An answer is a file of gradients and updated parameters by name, and a few figures beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# A gradient is compared relative to its largest element; below this share of the largest of all it is rounding (the
+# bias of an attention's keys has no gradient but that).
+NOISE = 1e-4
+TELLING = 1e-2  # of its tensor's largest gradient: less of it and Adam's first step, a sign, follows the rounding
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far apart is still the same; None: not compared, for it says nothing."""
+
+    loss: float  # absolute
+    norm: float  # relative
+    gradient: float  # relative to the tensor's largest
+    update: float | None  # of parameters, as a share of the learning rate
+    after: float  # the loss after one update
+
+
+# Measured on tiny and on pretrained models: losses 7e-7, norms 2e-7, gradients 1e-6, updates 3e-7, losses after 5e-6
+# apart. Planted bugs move the gradients by 0.2 and more.
+EXACT = Bounds(loss=1e-5, norm=1e-5, gradient=1e-4, update=1e-2, after=5e-5)
+# Against a reference in fp32: 8 bits of mantissa in weights and activations; gradients 1e-2 apart were measured.
+HALF = Bounds(loss=1e-2, norm=2e-2, gradient=0.1, update=None, after=2e-2)
+# Of ZeRO++, whose rounding is relative to the largest of a block, in which other tensors may lie: gradients 3e-2 and
+# 0.3 apart were measured, norms 5e-4 and 8e-3.
+INT8 = Bounds(loss=5e-3, norm=1e-2, gradient=0.1, update=None, after=1e-2)
+INT4 = Bounds(loss=5e-3, norm=5e-2, gradient=0.5, update=None, after=2e-2)
+
+
+def wider(a: Bounds, b: Bounds) -> Bounds:
+    """What both allow."""
+    update = None if a.update is None or b.update is None else max(a.update, b.update)
+    return Bounds(
+        max(a.loss, b.loss), max(a.norm, b.norm), max(a.gradient, b.gradient), update, max(a.after, b.after)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a claim is from the reference; the names are those of parameters."""
+
+    loss: float
+    norm: float
+    gradient: float | None = None  # None where gradients are gone before they can be looked at
+    worst: str = ""
+    update: float | None = None
+    moved: str = ""  # where the update is furthest off
+    after: float | None = None
+    first: str = ""  # in the model's order, the first parameter beyond the bound
+    missing: str = ""  # no rank has it
+    rank: int = 0  # on which it is
+
+    def trouble(self, bounds: Bounds) -> str:
+        """What is beyond its bound, in words; empty if nothing is."""
+        if self.missing:
+            return f"no rank trains {self.missing}"
+        if self.gradient is not None and not self.gradient <= bounds.gradient:
+            where = f"{self.first} is the first that differs; furthest off: {self.worst}, {self.gradient:.1e}"
+            return f"gradients: {where}" + (f" (on rank {self.rank})" if self.rank else "")
+        if not self.loss <= bounds.loss:
+            return f"the loss is {self.loss:.1e} off"
+        if not self.norm <= bounds.norm:
+            return f"the gradient norm is {self.norm:.1e} off"
+        if bounds.update is not None and self.update is not None and not self.update <= bounds.update:
+            return f"the update: {self.moved} is {self.update:.1e} of the learning rate off"
+        if self.after is not None and not self.after <= bounds.after:
+            return f"the loss after one update is {self.after:.1e} off"
+        return ""
+
+
+class Reference:
+    """A reference's answer, read from its files tensor by tensor."""
+
+    def __init__(self, file: Path) -> None:
+        from safetensors import safe_open
+
+        self._tensors = safe_open(file, framework="pt")
+        self.told: dict[str, Any] = json.loads(file.with_suffix(".json").read_text())
+
+    @property
+    def names(self) -> list[str]:
+        """The trained parameters in the model's order."""
+        return list(self.told["names"])
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Of the first step, before clipping."""
+        return torch.as_tensor(self._tensors.get_tensor(f"gradient.{name}"))
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """After the first step."""
+        return torch.as_tensor(self._tensors.get_tensor(f"parameter.{name}"))
+
+
+def write_reference(
+    file: Path, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], told: dict[str, Any]
+) -> None:
+    """Leaves an answer for others to be held against."""
+    from safetensors.torch import save_file
+
+    largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    tensors = {f"gradient.{n}": g.detach().float().cpu().contiguous() for n, g in gradients.items()}
+    tensors |= {f"parameter.{n}": p.detach().float().cpu().contiguous() for n, p in parameters.items()}
+    save_file(tensors, file)
+    told = {"names": list(gradients), "largest": largest, **told}
+    file.with_suffix(".json").write_text(json.dumps(told))
+
+
+def gradient_apart(ours: torch.Tensor | None, theirs: torch.Tensor, largest: float) -> float:
+    """Relative difference of a gradient; one that is missing, misshapen or not finite is as far off as can be."""
+    if ours is None:
+        return 0.0 if not theirs.any() else float("inf")
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    found = float((ours.float().cpu() - theirs).abs().max() / (theirs.abs().max() + NOISE * largest + 1e-30))
+    return found if found == found else float("inf")
+
+
+def update_apart(
+    ours: torch.Tensor, theirs: torch.Tensor, gradient: torch.Tensor, rate: float, largest: float
+) -> float:
+    """Difference of updated parameters as a share of the learning rate, where the gradient is more than rounding."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    size = gradient.abs()
+    telling = size > max(TELLING * float(size.max()) if size.numel() else 0.0, NOISE * largest)
+    if not telling.any():
+        return 0.0
+    rounding = 2 * torch.finfo(torch.float32).eps * theirs.abs()  # of adding a small update to a large weight
+    off = ((ours.float().cpu() - theirs).abs() - rounding).clamp(min=0)[telling]
+    found = float(off.max()) / rate
+    return found if found == found else float("inf")
+
+
+def relative(ours: float, theirs: float) -> float:
+    """Difference as a share of the reference's."""
+    return abs(ours - theirs) / max(abs(theirs), 1e-12)
+
+
+def together(found: Iterable[dict[str, Any]], names: list[str]) -> Difference:
+    """The worst of what the ranks saw; a parameter that no rank compared is missing."""
+    told = list(found)
+    seen = {name for one in told for name in one["names"]}
+    worst = max(told, key=lambda one: one["difference"]["gradient"] or 0.0)
+    result = Difference(**{**worst["difference"], "rank": told.index(worst)})
+    order = {name: place for place, name in enumerate(names)}
+    firsts = [one["difference"]["first"] for one in told if one["difference"]["first"]]
+    moved = max(told, key=lambda one: one["difference"]["update"] or 0.0)["difference"]
+    return replace(
+        result,
+        loss=max(one["difference"]["loss"] for one in told),
+        norm=max(one["difference"]["norm"] for one in told),
+        update=moved["update"],
+        moved=moved["moved"],
+        after=max((one["difference"]["after"] for one in told if one["difference"]["after"] is not None), default=None),
+        first=min(firsts, key=lambda name: order.get(name, len(order)), default=""),
+        missing=next((name for name in names if name not in seen), ""),
+    )
+
+
+def as_json(difference: Difference) -> dict[str, Any]:
+    """For a file; what is not finite is told in words, for JSON has none of it."""
+    return {k: v if v == v and v not in (float("inf"),) else "not finite" for k, v in asdict(difference).items()}

@@ -1,0 +1,96 @@
+"""The ranks of a proof as the command sees them: work goes in, what each found comes out, and none stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import Interrupted, RunFailed
+from shardwise.launch.cpu import cpu_env
+
+HOST = [sys.executable, "-m", "shardwise.verify.host"]
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Ranks:
+    """The process that ranks are forked from, and all of its descendants: one group, ended together."""
+
+    def __init__(self, environment: dict[str, str], model: Path, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as words:
+            self._process = subprocess.Popen(
+                [*HOST, str(os.getpid()), str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def ask(self, work: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank found."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as the next line will tell
+            process.stdin.write(json.dumps(work).encode() + b"\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            words = self._log.read_text(errors="replace").strip().splitlines() or ["no words"]
+            raise RunFailed(f"the process of the ranks ended: {words[-1]}\n  → --keep FOLDER keeps the logs")
+        found: list[dict[str, Any]] = json.loads(line)
+        return found
+
+    def end(self) -> None:
+        """Leaves no process behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def unlaunched() -> Iterator[None]:
+    """Without what a launcher left in the environment: a proof brings its own ranks."""
+    launched = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(launched)
+
+
+@contextmanager
+def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
+    """A host for the claims of a proof; its log and theirs lie in `folder`/claims."""
+    environment = dict(os.environ) | {"TOKENIZERS_PARALLELISM": "false", "SHARDWISE_PROGRESS": "off"}
+    for name in LAUNCHED:
+        environment.pop(name, None)
+    if device == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": ""} | cpu_env(precision)
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    (folder / "claims").mkdir(exist_ok=True)
+    host = Ranks(environment, folder / "model", folder / "claims" / "host.log")
+    try:
+        yield host
+    finally:
+        host.end()
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves as Ctrl-C does: what was begun is ended, and what was written is taken away."""
+    previous: Any = None
+    with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
+        previous = signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise Interrupted("stopped: nothing was certified", 128 + number)

@@ -1,0 +1,143 @@
+"""A proof's host with a bug planted: `python -m support.planted BUG PARENT MODEL`, in place of shardwise.verify.host.
+
+Each bug is one that training systems have really had. They are planted by patching the running code, in the ranks
+alone: the reference shares none of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+
+def leak_between_documents() -> None:
+    """Packed rows without their documents: attention goes across, positions run on."""
+    from shardwise.objectives.causal import CausalObjective
+
+    plain = CausalObjective.inputs
+
+    def inputs(self: Any, batch: Any) -> dict[str, Any]:
+        return plain(self, replace(batch, position_ids=None, documents=None))
+
+    CausalObjective.inputs = inputs  # type: ignore[method-assign]
+
+
+def positions_run_on() -> None:
+    """Documents do not see each other, but positions are counted from the start of the row."""
+    from shardwise.objectives.causal import CausalObjective
+
+    plain = CausalObjective.inputs
+
+    def inputs(self: Any, batch: Any) -> dict[str, Any]:
+        given = plain(self, batch)
+        given["position_ids"] = torch.arange(batch.input_ids.shape[1])[None].expand_as(batch.input_ids)
+        return given
+
+    CausalObjective.inputs = inputs  # type: ignore[method-assign]
+
+
+def mean_of_means() -> None:
+    """Each micro-batch's mean loss, averaged: a token of a short one counts more than one of a long one."""
+    from shardwise.data.loader import IGNORE
+    from shardwise.train import loop
+
+    def accumulate(parts: Any, batch: Any) -> torch.Tensor:
+        summed = torch.zeros(1)
+        for index, micro in enumerate(batch.micro_batches):
+            parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
+            loss = parts.objective(parts.sharded.model, micro)
+            mean = loss.total / (micro.labels != IGNORE).sum() / len(batch.micro_batches)
+            mean.backward()
+            summed = summed + mean.detach() * batch.supervised / parts.world.layout.data
+        return summed
+
+    loop.accumulate = accumulate
+
+
+def no_sum_over_ranks() -> None:
+    """Gradients stay what each rank computed by itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from shardwise.zero.stages import ShardedModel
+
+    def prepare(self: Any, last: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.last = last
+        self.model.set_requires_all_reduce(False)
+
+    ShardedModel.prepare_micro_batch = prepare  # type: ignore[method-assign]
+
+
+def one_rank_forgotten() -> None:
+    """What the second rank computed never reaches the others."""
+    import torch.distributed as dist
+
+    from shardwise.train import loop
+
+    plain = loop.accumulate
+
+    def accumulate(parts: Any, batch: Any) -> torch.Tensor:
+        if dist.get_world_size() == 1 or dist.get_rank() == 0:
+            return plain(parts, batch)
+        whole = parts.scaler.scale
+        parts.scaler.scale = lambda loss: whole(loss) * 0.0
+        try:
+            return plain(parts, batch)
+        finally:
+            parts.scaler.scale = whole
+
+    loop.accumulate = accumulate
+
+
+def one_rank_on_its_own() -> None:
+    """After the sum the second rank takes its gradients for others: only its own parameters go astray."""
+    import torch.distributed as dist
+
+    from shardwise.train import loop
+
+    plain = loop.accumulate
+
+    def accumulate(parts: Any, batch: Any) -> torch.Tensor:
+        found = plain(parts, batch)
+        if dist.get_world_size() > 1 and dist.get_rank() == 1:
+            for parameter in parts.sharded.parameters.values():
+                parameter.grad.to_local().mul_(1.5)
+        return found
+
+    loop.accumulate = accumulate
+
+
+def updates_never_gathered() -> None:
+    """The parameters that were gathered stay for the next step: the loss never falls, and nothing says so."""
+    from shardwise.zero.stages import ShardedModel
+
+    plain = ShardedModel.prepare_micro_batch
+
+    def prepare(self: Any, last: bool) -> None:
+        plain(self, last)
+        if self.stage in (1, 2):
+            self.model.set_reshard_after_backward(False)
+
+    ShardedModel.prepare_micro_batch = prepare  # type: ignore[method-assign]
+
+
+def a_message_halved() -> None:
+    """A pipeline's second stage gets half of what the first one computed."""
+    from shardwise.parallel.pipeline.mail import Mail
+
+    plain = Mail.send
+
+    def send(self: Any, chunk: int, micro: int, ports: Any, tensors: Any) -> None:
+        plain(self, chunk, micro, ports, [t * 0.5 if t.is_floating_point() else t for t in tensors])
+
+    Mail.send = send  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from shardwise.verify import host
+
+    globals()[sys.argv[1]]()
+    host.main(int(sys.argv[2]), sys.argv[3])
