@@ -87,9 +87,9 @@ def test_pairs() -> None:
     assert combines("offload.parameters: disk", "optimizer: muon").kind == "refused"
     assert combines("zero: 1", "zero: 2").kind == "either"
     assert combines("zero: 3", "method: qlora").kind == "allowed"
-    # With a third: at stage 0 they combine.
-    zbv = combines("pipeline: zbv", "recompute: full")
-    assert zbv.kind == "remark" and zbv.why.startswith("not with zero: 1 or zero: 2")
+    # With a third alone.
+    sgd = combines("optimizer_state: bf16", "optimizer: sgd")
+    assert sgd.kind == "remark" and sgd.why.startswith("not with betas[0] = 0: ")
 
 
 def test_clashes_are_all_told_and_the_first_is_raised() -> None:

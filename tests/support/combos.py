@@ -139,6 +139,8 @@ class Shelf:
         settings = defaults | settings_of(*features) | {"model.name": str(self.folder / model)}
         if kind == "distill":
             settings["objective.teacher"] = str(self.folder / "teacher")
+        if f.IA3 in features and f.EXPERT in like:
+            settings["method.feedforward"] = []  # a stack of experts is no layer with a name
         if settings.get("parallel.shard") and {f.TENSOR, *f.SCHEDULES} & set(features):
             settings["parallel.shard"] = 1 if f.TENSOR in features and {*f.SCHEDULES} & set(features) else 2
         return nested(settings)
