@@ -62,10 +62,18 @@ def test_each_refusal_is_told(rule: Rule, tmp_path: Path) -> None:
     words = re.sub(r"\\{[a-z.\\]+\\}", ".+", re.escape(rule.why)) + (r" \(at .+\)" if rule.section else "")
     for features in product(*rule.sides):
         # What a feature needs may be refused before the feature is: then it is tried without.
-        tries = [settings_of(*features), *(_without_company(features, one) for one in features)]
-        errors = [error for settings in tries if (error := refused(settings, tmp_path))]
-        told = [e for e in errors if e.field == rule.field and re.fullmatch(words, e.problem)]
-        assert told and told[0].remedy == rule.remedy, ([one.name for one in features], list(map(str, errors)))
+        said: list[str] = []
+        for settings in (settings_of(*features), *(_without_company(features, one) for one in features)):
+            error = refused(settings, tmp_path)
+            said.append(str(error))
+            if (
+                error
+                and (error.field, error.remedy) == (rule.field, rule.remedy)
+                and re.fullmatch(words, error.problem)
+            ):
+                break
+        else:
+            pytest.fail(f"{' + '.join(one.name for one in features)}: {said}")
 
 
 def _without_company(features: tuple[Feature, ...], bare: Feature) -> dict[str, Any]:
@@ -87,9 +95,9 @@ def test_pairs() -> None:
     assert combines("offload.parameters: disk", "optimizer: muon").kind == "refused"
     assert combines("zero: 1", "zero: 2").kind == "either"
     assert combines("zero: 3", "method: qlora").kind == "allowed"
-    # With a third: at stage 0 they combine.
-    zbv = combines("pipeline: zbv", "recompute: full")
-    assert zbv.kind == "remark" and zbv.why.startswith("not with zero: 1 or zero: 2")
+    # With a third alone.
+    sgd = combines("optimizer_state: bf16", "optimizer: sgd")
+    assert sgd.kind == "remark" and sgd.why.startswith("not with betas[0] = 0: ")
 
 
 def test_clashes_are_all_told_and_the_first_is_raised() -> None:
@@ -129,17 +137,17 @@ def test_config_tells_remarks(tmp_path: Path) -> None:
 # Training. A row of the cover is a set of features that executes all its pairs at once.
 QUICK, TOGETHER = 4, 6  # rows in every test; rows of one start of processes
 ROWS = combos.cover()
+BATCHES = [ROWS[:QUICK], *(ROWS[n : n + TOGETHER] for n in range(QUICK, len(ROWS), TOGETHER))]
+COMPILED = [(row,) for row in combos.cover(compiled=True)]
 
 
 def bounds(features: tuple[Feature, ...]) -> tuple[float, float]:
     """How far losses and gradient norms may be from those of the plain run, relatively."""
     if any(one.numbers == "rounded" for one in features):
-        return 3e-2, 0.5
+        return 4e-3, 5e-2  # found: 1.3e-3 and 2.4e-2
     if set(f.PRECISIONS[1:]) & set(features):
-        return 1e-2, 0.1
-    if {f.EIGHT_BITS, f.FOUR_BITS, f.BF16_STATES, f.LION} & set(features):
-        return 2e-3, 2e-2
-    return 1e-4, 1e-3
+        return 5e-4, 1e-2  # found: 1.6e-4 and 4e-3
+    return 1e-5, 1e-4  # found: 2.2e-7 and 1.2e-7
 
 
 @pytest.fixture(scope="module")
@@ -148,27 +156,29 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> combos.Shelf:
 
 
 def test_the_cover_has_every_pair() -> None:
-    tried = set().union(*map(combos.pairs_of, ROWS))
-    assert tried >= set(combos.pairs_to_try())
-    assert all(not clashes(run_with(*row)) for row in ROWS)
+    for compiled in (False, True):
+        rows = combos.cover(compiled)
+        assert set().union(*map(combos.pairs_of, rows)) >= set(combos.pairs_to_try(compiled))
+        assert all(not clashes(run_with(*row)) for row in rows)
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(QUICK, len(ROWS), TOGETHER))]
+    "rows",
+    [BATCHES[0], *(pytest.param(rows, marks=pytest.mark.slow) for rows in (*BATCHES[1:], *COMPILED))],
+    ids=[*(f"batch-{n}" for n in range(len(BATCHES))), *(f"compiled-{n}" for n in range(len(COMPILED)))],
 )
 @pytest.mark.timeout(1800)
-def test_what_combines_trains_the_same(shelf: combos.Shelf, first: int, cpu_precision_env: dict[str, str]) -> None:
+def test_what_combines_trains_the_same(
+    shelf: combos.Shelf, rows: combos.Cover, cpu_precision_env: dict[str, str]
+) -> None:
     """Two steps with everything on, against the same steps without what should change nothing."""
-    rows = ROWS[first : QUICK if first == 0 else first + TOGETHER]
     runs: dict[str, Any] = {}
-    for number, row in enumerate(rows, first):
-        runs[f"{number}"] = shelf.run(row, f"{number}")
-        runs[f"{number} plain"] = shelf.run(combos.plain(row), f"{number}-plain", row)
+    for row in rows:
+        runs[name := combos.name_of(row)] = shelf.run(row, f"run-{len(runs)}")
+        runs[f"plain: {name}"] = shelf.run(combos.plain(row), f"run-{len(runs)}", row)
     found = run_ranks(combos.train_each, combos.RANKS, runs, timeout=1500, env=cpu_precision_env)[0]
-    for number, row in enumerate(rows, first):
-        here, expected = found.get(f"{number}"), found.get(f"{number} plain")
-        for name, records in (("with all", here), ("plain", expected)):
-            assert isinstance(records, list), f"{combos.name_of(row)} ({name}): {records}"
+    for row in rows:
+        here, plain = found[name := combos.name_of(row)], found[f"plain: {name}"]
         loss, norm = bounds(row)
-        assert [r[0] for r in here] == pytest.approx([r[0] for r in expected], rel=loss), combos.name_of(row)
-        assert [r[1] for r in here] == pytest.approx([r[1] for r in expected], rel=norm), combos.name_of(row)
+        assert [r[0] for r in here] == pytest.approx([r[0] for r in plain], rel=loss), name
+        assert [r[1] for r in here] == pytest.approx([r[1] for r in plain], rel=norm), name

@@ -89,3 +89,14 @@ def test_off_it_does_nothing() -> None:
     scaler = LossScaler("cpu", LossScale(), enabled=False)
     step(scaler, False)
     assert scaler.get_scale() == 1 and scaler.state_dict() == {} and not scaler.exhausted
+
+
+def test_a_rank_without_a_loss_has_the_scale() -> None:
+    """Of a pipeline's stages only the last computes a loss; all unscale."""
+    scaler = LossScaler("cpu", LossScale(initial=8.0), enabled=True)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 16.0)
+    scaler.unscale_(optimizer := torch.optim.SGD([parameter], lr=1.0))
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [-1.0, -1.0] and scaler.get_scale() == 8.0

@@ -19,30 +19,28 @@ from support.judged import kto_file, preference_file
 from support.tiny import PAIRS, rows_of_pairs, saved_model
 
 RANKS, STEPS = 4, 2
-NOT_HERE = (f.COMPILE, f.CPU, f.CUDA)  # a compiler's time, and another device; every run here is on a CPU
+NOT_HERE = (f.CPU, f.CUDA)  # every run here is on a CPU
 NO_MODEL = [(f.EXPERT, f.SEQ2SEQ), (f.EXPERT, f.MASKED)]  # none whose experts could be divided
 TRIED = tuple(one for one in FEATURES if one not in NOT_HERE)
 Cover = tuple[tuple[Feature, ...], ...]
 STILL = {"bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "t5": {"dropout_rate": 0.0}}
 
 
-def pairs_to_try() -> list[frozenset[Feature]]:
-    """Every pair that combines."""
-    return [
-        frozenset((a, b))
-        for a, b in combinations(TRIED, 2)
-        if combines(a, b).kind in ("allowed", "remark") and (a, b) not in NO_MODEL and (b, a) not in NO_MODEL
-    ]
+def pairs_to_try(compiled: bool = False) -> list[frozenset[Feature]]:
+    """Every pair that combines: those of `compile`, which takes a compiler's time, or all others."""
+    pairs = (frozenset(pair) for pair in combinations(TRIED, 2) if (f.COMPILE in pair) == compiled)
+    untried = [frozenset(pair) for pair in NO_MODEL]
+    return [pair for pair in pairs if combines(*pair).kind in ("allowed", "remark") and pair not in untried]
 
 
 @cache
-def cover() -> Cover:
+def cover(compiled: bool = False) -> Cover:
     """Few sets of features that combine and hold every pair, those with the most pairs first: greedy, always the same.
 
     Two axes at most in each, which is what four ranks have room for.
     """
-    left = dict.fromkeys(pairs_to_try())
-    groups = list(dict.fromkeys(one.of for one in TRIED))
+    left = dict.fromkeys(pairs_to_try(compiled))
+    groups = list(dict.fromkeys(one.of for one in TRIED if compiled or one is not f.COMPILE))
     found: list[tuple[Feature, ...]] = []
     while left:
         chosen = list(sorted(next(iter(left)), key=TRIED.index))
@@ -60,7 +58,7 @@ def cover() -> Cover:
         for pair in pairs_of(chosen):
             left.pop(pair, None)
         found.append(tuple(chosen))
-    return _most_first(found)
+    return _most_first(found, set(pairs_to_try(compiled)))
 
 
 def pairs_of(features: Sequence[Feature]) -> set[frozenset[Feature]]:
@@ -68,9 +66,9 @@ def pairs_of(features: Sequence[Feature]) -> set[frozenset[Feature]]:
     return {frozenset(pair) for pair in combinations(features, 2)}
 
 
-def _most_first(rows: list[tuple[Feature, ...]]) -> Cover:
+def _most_first(rows: list[tuple[Feature, ...]], left: set[frozenset[Feature]]) -> Cover:
     """In the order of what each adds to those before it; a row that adds nothing is left out."""
-    left, ordered = set(pairs_to_try()), []
+    ordered = []
     while left:
         best = max(rows, key=lambda row: len(left & pairs_of(row)))
         left -= pairs_of(best)
@@ -139,6 +137,8 @@ class Shelf:
         settings = defaults | settings_of(*features) | {"model.name": str(self.folder / model)}
         if kind == "distill":
             settings["objective.teacher"] = str(self.folder / "teacher")
+        if f.IA3 in features and f.EXPERT in like:
+            settings["method.feedforward"] = []  # a stack of experts is no layer with a name
         if settings.get("parallel.shard") and {f.TENSOR, *f.SCHEDULES} & set(features):
             settings["parallel.shard"] = 1 if f.TENSOR in features and {*f.SCHEDULES} & set(features) else 2
         return nested(settings)

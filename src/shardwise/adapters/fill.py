@@ -72,4 +72,4 @@ def _is_here(parameter: torch.Tensor, layer: LoraLayer) -> bool:
 
 
 def _has_magnitude(layer: Any) -> bool:
-    return layer.lora_magnitude is not None
+    return layer._parameters.get("lora_magnitude") is not None  # another stage may have it

@@ -112,8 +112,8 @@ class GradientShelf:
             )
             if last and not first:
                 squares.append(norm_of(rows).square())
-        if squares:
-            self._norms[parameter] = torch.stack(squares).sum().sqrt()
+        if last and not first:  # an empty part too: ranks add their norms up, one for each parameter
+            self._norms[parameter] = torch.stack([norm_of(gradient[:0]), *squares]).sum().sqrt()
         return self._norms[parameter] if last and parameter in self._norms else gradient
 
     def norm(self, sharded: ShardedModel) -> torch.Tensor:

@@ -8,7 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.config.compat.features import ABSENT, ZERO, Feature, feature, look_up
+from shardwise.config.compat.features import ABSENT, Feature, feature, look_up
 from shardwise.config.compat.rules import DIVIDED, RULES, Rule
 from shardwise.config.section import Clash
 from shardwise.errors import UserError
@@ -81,22 +81,12 @@ def combines(a: str | Feature, b: str | Feature) -> Verdict:
 def _combines(a: Feature, b: Feature) -> Verdict:
     if a.of == b.of:
         return Verdict("either", "a run has one or the other")
-    run, found = example(a, b)
-    if found:
+    run = run_with(a, b)
+    if found := clashes(run):
         return Verdict("refused", found[0].problem, found[0].remedy, found[0].field)
     told = [Verdict("remark", one.problem, one.remedy, one.field) for one in _beside(run, a, b)]
     told += [_unless(rule, a, b) for rule in RULES if rule.verdict == "refused" and _third(rule, a, b)]
     return told[0] if told else Verdict("allowed")
-
-
-def example(a: Feature, b: Feature) -> tuple[Run, list[Conflict]]:
-    """A run with both, at the stage that is the default or else at one where they combine; and what is against it."""
-    run = run_with(a, b)
-    found = clashes(run)
-    if found and "parallel.zero" not in settings_of(a, b):
-        others = (run_with(a, b, stage) for stage in ZERO)
-        return next(((other, []) for other in others if not clashes(other)), (run, found))
-    return run, found
 
 
 def _beside(run: Run, a: Feature, b: Feature) -> Iterator[Conflict]:

@@ -71,7 +71,6 @@ NEEDS_SHARDS = "set parallel.zero to 1, 2 or 3, or leave it out"
 NEEDS_EVALUATION = "set data.eval (2%, or files of its own), or leave it out"
 ALONE = "offload works with ZeRO alone, not with {axes}"
 PLUSPLUS = "ZeRO++ works with ZeRO alone, not with {axes}"
-TWO_PARTS = "a backward in two parts needs its weights in both: not at stage 3, nor sharded and recomputed"
 WHOLE_WEIGHTS = "only adamw with fp32 states knows weights that {divided} parallelism divides"
 WANTS_PLAIN = "use optimizer: adamw, optimizer_state: fp32"
 SO_FAR = "is for {allowed} so far, and the objective is {{objective.type}}"
@@ -103,9 +102,12 @@ BESIDE_AXES = (
     _rule("train.in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("compile", (f.COMPILE, (f.TENSOR, *f.SCHEDULES)), "does not go with {axes} yet", "set compile: false"),
     _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
-    _rule("parallel.schedule", (f.ZBV, f.ZERO[3]), TWO_PARTS, "set parallel.zero: 0, or use 1f1b or interleaved"),
-    _rule("parallel.schedule", (f.ZBV, f.ZERO[1:3], f.RECOMPUTE), TWO_PARTS,
-          "set parallel.zero: 0, or use 1f1b or interleaved"),
+    _rule("parallel.schedule", (f.ZBV, f.ZERO[3]),
+          "a backward in two parts needs its weights in both: not at stage 3",
+          "set parallel.zero to 2 or less, or use 1f1b or interleaved"),
+    _rule("parallel.schedule", (f.ZBV, f.RECOMPUTE),
+          "a backward in two parts would recompute each block twice",
+          "set recompute: none, or use 1f1b or interleaved"),
 )  # fmt: skip
 
 STAGES = (
