@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.config.axes import axes_used
+from shardwise.config.compat import axes_used
 from shardwise.config.schema import Parallel, Run
 from shardwise.verify.compare import EXACT, HALF, INT4, INT8, Bounds, wider
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.config.axes import check_model_axes, check_objective_axes
+from shardwise.config.axes import check_model_axes
+from shardwise.config.compat import first_clash
 from shardwise.config.load import load_run
 from shardwise.config.methods import Full, Lora
 from shardwise.config.resolve import Resolution, resolve_machine, resolve_objective, task_wanted
@@ -79,7 +80,7 @@ def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown
     resolve_objective(result, source.task)
     source = adapt_model(result, source, source.load_tokenizer())
     run = result.run
-    check_objective_axes(run)
+    first_clash(run, objective_only=True)
     check_model_axes(run, source.config, total)
     device = _device(run)
     precision = _precision(run, device) if options.own_precision else "fp32"
