@@ -29,7 +29,7 @@ In Python:
 ```python
 from shardwise.config.compat import combines
 
-combines("offload.optimizer: cpu", "optimizer: muon")   # Verdict(kind="refused", why=…, remedy=…, field=…)
+combines("offload.optimizer: cpu", "optimizer: muon")  # Verdict(kind="refused", why=…, remedy=…, field=…)
 ```
 """
 
