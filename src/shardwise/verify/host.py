@@ -1,8 +1,8 @@
 """The process that a proof's ranks are forked from: it imports once, and every claim starts in a moment.
 
-Started as `python -m shardwise.verify.host PARENT MODEL`. A line of JSON on standard input is work for some ranks, one
-on standard output what each of them found. It computes nothing itself: a process with threads, or a GPU, cannot be
-forked.
+Started as `python -m shardwise.verify.host PARENT MODEL DEVICE`. A line of JSON on standard input is work for some
+ranks, one on standard output what each of them found. It computes nothing itself: a process with threads, or a GPU,
+cannot be forked. For ranks on a GPU it imports nothing either: some libraries wake CUDA when they are imported.
 """
 
 from __future__ import annotations
@@ -26,21 +26,26 @@ LAST_WORDS = 3.0  # seconds given to the other ranks, after one failed, to say w
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timeout", "process group")
 
 
-def main(parent: int, model: str) -> None:
-    """Works until standard input ends; `model` is the folder whose code the ranks will run."""
+def main(parent: int, model: str, device: str) -> None:
+    """Works until standard input ends; `model` is the folder whose code the ranks will run, on `device`."""
     from shardwise.train.worker import _die_with_parent
 
     _die_with_parent(parent)
-    from shardwise.verify import measure, plain
-
-    _import_for(model)
-    kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"plain": plain.answer, "claim": measure.measure}
+    if device == "cpu":
+        _import_for(model)
     for line in sys.stdin:
         work = json.loads(line)
         folder = Path(work["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        found = run_ranks(lambda rank, w=work: kinds[w["kind"]](w), int(work["ranks"]), folder)  # type: ignore[misc]
+        found = run_ranks(lambda rank, w=work: _work(w), int(work["ranks"]), folder)  # type: ignore[misc]
         print(json.dumps(found), flush=True)
+
+
+def _work(work: dict[str, Any]) -> dict[str, Any]:
+    from shardwise.verify import measure, plain
+
+    kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"plain": plain.answer, "claim": measure.measure}
+    return kinds[work["kind"]](work)
 
 
 def _import_for(model: str) -> None:
@@ -50,7 +55,9 @@ def _import_for(model: str) -> None:
 
     import shardwise.adapters.apply
     import shardwise.models.frozen
-    import shardwise.parallel.apply  # noqa: F401
+    import shardwise.parallel.apply
+    import shardwise.verify.measure
+    import shardwise.verify.plain  # noqa: F401
 
     with contextlib.suppress(Exception):  # a model that brings its own code is imported by the ranks
         kind = type(AutoConfig.from_pretrained(model))
@@ -159,4 +166,4 @@ def _meet(rank: int, ranks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -23,12 +23,12 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 class Ranks:
     """The process that ranks are forked from, and all of its descendants: one group, ended together."""
 
-    def __init__(self, environment: dict[str, str], model: Path, log: Path) -> None:
+    def __init__(self, environment: dict[str, str], model: Path, device: str, log: Path) -> None:
         self._log = log
         with log.open("wb") as words:
             self._process = subprocess.Popen(
-                [*HOST, str(os.getpid()), str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
-                env=environment, start_new_session=True,
+                [*HOST, str(os.getpid()), str(model), device], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=words, env=environment, start_new_session=True,
             )  # fmt: skip
 
     def ask(self, work: dict[str, Any]) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
         environment |= {"CUDA_VISIBLE_DEVICES": ""} | cpu_env(precision)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     (folder / "claims").mkdir(exist_ok=True)
-    host = Ranks(environment, folder / "model", folder / "claims" / "host.log")
+    host = Ranks(environment, folder / "model", device, folder / "claims" / "host.log")
     try:
         yield host
     finally:
