@@ -1,7 +1,7 @@
 """Predicted against measured: peak memory and step time of runs that differ, each on one device.
 
-    python benchmarks/foresight.py measure OUT.json [--only NAME…]     on the machine with the GPU
-    python benchmarks/foresight.py predict MEASURED.json                anywhere; foresight_h200.json is what an H200 said
+    python benchmarks/foresight.py measure OUT.json [NUMBER…]     on the machine with the GPU
+    python benchmarks/foresight.py predict OUT.json [NUMBER…]     anywhere; foresight_h200.json is what an H200 said
 
 Each run takes real steps of the real loop on random weights. Runs with odd numbers are for tuning the predictor, even
 ones for judging it.
