@@ -19,7 +19,8 @@ One table (`src/shardwise/config/compat/`) says what settings do not combine. Th
 process starts; so do this page and `shardwise config --combinations`. Each refusal is executed by a test through the
 real loading of a config, and each pair that combines by a tiny training of two steps on four ranks, whose losses are
 compared with those of the same training without sharding, offload, recomputation or axes
-(`tests/config/test_compat.py`; not executed there: `compile`, and CUDA).
+(`tests/config/test_compat.py`: a cover of all pairs by some hundred runs, on a CPU; pairs with `device: cuda` and those
+of `expert` with seq2seq or masked models are not executed).
 
 Whether a *model* can be divided along an axis depends on the model: [architectures.md](architectures.md). What follows
 from the number of ranks, of heads, layers and experts is checked with these numbers at hand.
