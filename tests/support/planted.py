@@ -1,4 +1,4 @@
-"""A proof's host with a bug planted: `python -m support.planted BUG PARENT MODEL`, in place of shardwise.verify.host.
+"""A proof's host with a bug planted: `python -m support.planted BUG PARENT MODEL DEVICE`, in place of shardwise.verify.host.
 
 Each bug is one that training systems have really had. They are planted by patching the running code, in the ranks
 alone: the reference shares none of it.
@@ -140,4 +140,4 @@ if __name__ == "__main__":
     from shardwise.verify import host
 
     globals()[sys.argv[1]]()
-    host.main(int(sys.argv[2]), sys.argv[3])
+    host.main(int(sys.argv[2]), sys.argv[3], sys.argv[4])
