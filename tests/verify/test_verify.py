@@ -197,9 +197,8 @@ def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, code: int, shared: Path, tmp_path: Path) -> None:
     process = started(cli.write_run(tmp_path, a_run(shared, ranks=2, **zero(3))))
     children = below(process)
