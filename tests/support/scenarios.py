@@ -325,7 +325,8 @@ def overflowing_step(run: dict[str, Any]) -> None:
 
     parts = parts_of(run)
     scaler = parts.scaler
-    scaler._init_scale, adapt = 2.0**40, scaler.update
+    adapt = scaler.update
+    scaler._scale.fill_(2.0**40)
 
     def update() -> None:
         adapt()
