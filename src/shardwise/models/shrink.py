@@ -85,6 +85,8 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (0, ("num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_modules")),
 ]  # fmt: skip
 SIZES = {name: value for value, names in MEANINGS for name in names}
+DEPTHS = {name for name, size in SIZES.items() if size == LAYERS and "layer" in name}
+DEPTHS |= {"encoder_layers", "num_encoder_layers"}
 OPTIONAL = {  # None is a choice: it stays
     "sliding_window", "q_lora_rank", "n_inner", "encoder_hidden_size", "o_lora_rank", "attention_chunk_size",
     "attention_window", "num_experts", "num_local_experts",
@@ -126,6 +128,32 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
     if getattr(made, "is_encoder_decoder", False):
         made.decoder_start_token_id = 0
     return made
+
+
+def first_layers(config: Any, layers: int) -> Any:
+    """The same config for the first layers alone; widths stay as they are."""
+    return type(config).from_dict(_cut(config.to_dict(), layers))
+
+
+def depths_of(config: Any) -> set[int]:
+    """The layers of each stack of a model."""
+    values = config.to_dict()
+    found = {v for n, v in values.items() if n in DEPTHS and isinstance(v, int) and not isinstance(v, bool)}
+    return found.union(*(depths_of(getattr(config, n)) for n in _inner(config)))
+
+
+def _cut(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    depths = {n: v for n, v in values.items() if n in DEPTHS and isinstance(v, int) and not isinstance(v, bool)}
+    cut = {n: _cut(v, layers) if n.endswith("_config") and isinstance(v, dict) else v for n, v in values.items()}
+    for name, value in values.items():
+        if (
+            isinstance(value, list)
+            and len(value) > layers
+            and len(value) in depths.values()
+            and name != "architectures"
+        ):
+            cut[name] = value[:layers]
+    return cut | {name: min(layers, value) for name, value in depths.items()}
 
 
 def _values(config: Any) -> Iterator[tuple[str, Any]]:

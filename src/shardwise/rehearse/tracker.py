@@ -23,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.acting import is_host
+from shardwise.models.build import find_blocks
 from shardwise.rehearse.flops import flops_of, workspace_of
 from shardwise.zero.account import Collective, collective_of
 
 ROUND = 512  # a GPU's allocator hands out multiples of it
+NO_KERNEL = ("_unsafe_view", "empty_like", "new_empty", "empty")  # no views by their schema, but nothing is computed
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Work:
     flops: int
     bytes: int
     dtype: str
-    largest: tuple[int, ...] = ()  # the shape of a matrix product: rows, inner, columns
+    largest: tuple[int, ...] = ()  # of a matrix product: rows, inner, columns; of attention: tokens, keys, head
 
 
 @dataclass
@@ -69,12 +71,16 @@ class Tracker(TorchDispatchMode):
     collectives: list[tuple[str, str, Collective]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of operators, views and modules: what the host has to do
     marks: list[tuple[int, str]] = field(default_factory=list)  # when each phase began
+    to_host: int = 0  # bytes that forward put into the host's memory
+    borders: list[tuple[int, str, int]] = field(default_factory=list)  # when each pass over a model's block began
 
     def __post_init__(self) -> None:
         super().__init__()
         self._live: dict[int, tuple[Block, weakref.ref[Any]]] = {}
         self._stack: list[str] = []
         self._names = {m: n for n, m in self.model.named_modules()} if self.model is not None else {}
+        blocks = find_blocks(self.model) if self.model is not None else []
+        self._numbers = {module: number for number, (_, module) in enumerate(blocks)}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -129,10 +135,14 @@ class Tracker(TorchDispatchMode):
             self._see(tensor, phase, module, name)
             if found is not None:
                 self._label(tensor, "communication")
-        if self.now + (inner := workspace_of(func, args)) > self.peak:
-            self.peak, self.peak_time = self.now + inner, self.time
-        self.calls["view" if func.is_view else "operator"] += 1
-        if found is None and not func.is_view:
+        if inner := workspace_of(func, args):
+            block = Block(0, phase, module, name, self.time, "temporary")
+            self.blocks.append(block)
+            self._fill(block, inner)
+            self._free(block)
+        light = func.is_view or name in NO_KERNEL
+        self.calls["view" if light else "operator"] += 1
+        if found is None and not light:
             self._count(func, args, kwargs, result, phase, name)
         return result
 
@@ -151,8 +161,12 @@ class Tracker(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, phase: str, module: str, name: str) -> None:
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
-        if (known is None or known[1]() is not storage) and not is_host(tensor):
+        if known is not None and known[1]() is storage:
+            return
+        if not is_host(tensor):
             self._add(storage, phase, module, name)
+        elif phase == "forward" and name not in ("held", *NO_KERNEL):
+            self.to_host += storage.nbytes()
 
     def _add(self, storage: torch.UntypedStorage, phase: str, module: str, name: str, category: str = "") -> None:
         key = storage._cdata
@@ -208,15 +222,33 @@ class Tracker(TorchDispatchMode):
         if flops and name in ("mm", "addmm", "bmm", "baddbmm"):
             left, right = [t for t in given if t.ndim >= 2][-2:]
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[-1])
+        elif flops and ("attn" in name or "attention" in name):
+            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            shape = (named["query"].shape[-2], named["key"].shape[-2], named["query"].shape[-1])
         self.work[Work(phase, name, flops, size, str(made[0].dtype).removeprefix("torch."), shape)] += 1
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.calls["module"] += 1
         self._stack.append(self._names.get(module, type(module).__name__))
+        number = self._numbers.get(module)
+        if number is not None and self.place()[0] == "forward":
+            self.borders.append((self.time, "forward", number))
+            if number == 0:
+                self._when_graded(args, "end", -1)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
             self._stack.pop()
+        number = self._numbers.get(module)
+        if number is not None and self.place()[0] == "forward":
+            self.borders.append((self.time, "loss", number))  # cut short by the next block, but for the last
+            self._when_graded(output, "backward", number)
+
+    def _when_graded(self, tree: Any, kind: str, number: int) -> None:
+        """Backward has come to a tensor: what made it is next."""
+        tensor = next((t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+        if tensor is not None:
+            tensor.register_hook(lambda _: self.borders.append((self.time, kind, number)))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

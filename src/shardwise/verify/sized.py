@@ -17,15 +17,12 @@ import torch
 
 from shardwise.errors import UserError
 from shardwise.models.build import build_on_meta
-from shardwise.models.shrink import LAYERS as LAYERS_MARK
-from shardwise.models.shrink import POSITIONS, SIZES, SPECIAL, VOCABULARY, shrink
+from shardwise.models.shrink import POSITIONS, SIZES, SPECIAL, VOCABULARY, first_layers, shrink
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
 
 LAYERS = 2
 MOST_LAYERS = 8  # kinds of layers that come round later than this are left out
-DEPTHS = {name for name, size in SIZES.items() if size == LAYERS_MARK and "layer" in name}
-DEPTHS |= {"encoder_layers", "num_encoder_layers"}
 MOVED = 0.02  # fresh weights are moved by this much, so that no error hides behind a bias of zeros
 BYTES = 20  # per parameter and rank: weights, gradients, two moments, and what is gathered
 WORK = {"cpu": 2e13, "cuda": 5e16}  # floating-point operations of all claims together: some minutes
@@ -110,23 +107,7 @@ def kinds_within(config: Any) -> int:
 
 def fewer_layers(config: Any, layers: int) -> Any:
     """The same config for the first layers alone, without dropout."""
-    values = _cut(config.to_dict(), layers)
-    made = type(config).from_dict(values)
-    return _still(made)
-
-
-def _cut(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    depths = {n: v for n, v in values.items() if n in DEPTHS and isinstance(v, int) and not isinstance(v, bool)}
-    cut = {n: _cut(v, layers) if n.endswith("_config") and isinstance(v, dict) else v for n, v in values.items()}
-    for name, value in values.items():
-        if (
-            isinstance(value, list)
-            and len(value) > layers
-            and len(value) in depths.values()
-            and name != "architectures"
-        ):
-            cut[name] = value[:layers]
-    return cut | {name: min(layers, value) for name, value in depths.items()}
+    return _still(first_layers(config, layers))
 
 
 def _still(config: Any) -> Any:

@@ -1,0 +1,73 @@
+"""A run's step at its real widths but with few of its layers, rehearsed twice and scaled to all of them: a second or two.
+
+See rehearse/tally.py for why this is exact where layers are alike. A pipeline is sketched as one stage's ranks without
+it; `estimate.py` puts the stages together.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from shardwise.config.schema import Run
+from shardwise.models.shrink import depths_of, first_layers
+from shardwise.models.source import ModelSource
+from shardwise.rehearse.apart import apart
+from shardwise.rehearse.step import rehearse
+from shardwise.rehearse.tally import Tally, scaled, tally_of
+
+MOST_PERIOD = 6  # layers after which kinds of them come round again
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """What two rehearsals of few layers said; `at` scales it."""
+
+    tallies: tuple[Tally, ...]
+    layers: int  # of the model
+
+    def at(self, layers: int | None = None) -> Tally:
+        """The step of a model with so many layers; default: its own."""
+        wanted = self.layers if layers is None else layers
+        if len(self.tallies) == 1:
+            only = self.tallies[0]
+            return only if wanted == only.layers else replace(only, layers=wanted)
+        return scaled(*self.tallies, wanted)
+
+
+def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Sketched:
+    """A rank's step; `run` has no pipeline. Each rehearsal has a process of its own."""
+    depths, whole = sketch_depths(source.config)
+    with ThreadPoolExecutor(len(depths)) as pool:
+        found = list(pool.map(lambda layers: apart(_tally, source, run, ranks, layers, whole, documents), depths))
+    return Sketched(tuple(found), whole)
+
+
+def sketch_depths(config: object) -> tuple[tuple[int, ...], int]:
+    """The numbers of layers to rehearse, and the model's own; all of them where they are few or of many kinds."""
+    depths = depths_of(config)
+    if len(depths) != 1:
+        return (max(depths, default=1),), max(depths, default=1)
+    whole = depths.pop()
+    begin, period = _pattern(config)
+    few = begin + max(2, period)
+    if period > MOST_PERIOD or few + period >= whole:
+        return (whole,), whole
+    return (few, few + period), whole
+
+
+def _pattern(config: object) -> tuple[int, int]:
+    """Layers at the start that are unlike the rest, and after how many the rest repeats."""
+    text = config.get_text_config()  # type: ignore[attr-defined]
+    begin = int(getattr(text, "first_k_dense_replace", 0) or 0)
+    kinds = list(getattr(text, "layer_types", None) or [])[begin:]
+    period = next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), 1)
+    every = [int(getattr(text, name, 1) or 1) for name in ("decoder_sparse_step", "interleave_moe_layer_step")]
+    return begin, max(period, *every)
+
+
+def _tally(source: ModelSource, run: Run, ranks: int, layers: int, whole: int, documents: int) -> Tally:
+    small = source if layers == whole else replace(source, config=first_layers(source.config, layers))
+    per_rank = run.train.batch_size // max(1, ranks // (run.parallel.tensor * run.parallel.context))
+    micro = min(2, max(1, per_rank // int(run.train.micro_batch_size)))
+    return tally_of(rehearse(small, run, 0, ranks, micro_batches=micro, documents=documents), layers)

@@ -1,0 +1,202 @@
+"""How long a step takes on a cluster: a roofline over its operators, its collectives, and what of them is hidden.
+
+[Note: kernels] Each operator takes the longer of its arithmetic and its traffic, at rates of the hardware table and with
+what keeps kernels below them: matrix products with a short side or an odd one, attention with small heads, kernels that
+compiling joins. The host has to ask for each of them; where it is slower than the device, the device waits. The factors
+below were fitted to the odd-numbered runs of `benchmarks/foresight.py` on an H200, and are judged by the even ones
+(docs/foresight.md).
+
+[Note: hidden] Gathers and reductions of ZeRO go on beside the computation: a pass takes the longer of the two, plus the
+first gather (forward) or the last reduction (backward), for which there is nothing to do meanwhile. What passes between
+ranks along tensor, context and expert axes is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from shardwise.config.schema import Run
+from shardwise.parallel.mesh import layout_of
+from shardwise.plan.hardware import Cluster, Device
+from shardwise.plan.network import seconds as wire_seconds
+from shardwise.rehearse.tally import Tally
+from shardwise.rehearse.tracker import Work
+from shardwise.zero.policy import offloaded_share, state_bytes
+
+MATMUL = 1.1  # of the rate that a long row of equal products reaches: in a step the device gets time to cool
+SHORT = 70  # a product whose shortest side has this length runs at half the rate
+ODD = 0.35  # of the rate, where a side is no multiple of 8
+HEAD = 0.29  # heads of 64 attend at 0.72 of the rate of heads of 128
+ATTENTION = (1.05, 1.08)
+VARLEN, ATTENTION_FP32, GROUPED = 0.6, 1.13, 0.18
+STREAM, CACHED, CACHE = 0.86, 0.45, 30e6  # elementwise kernels; those whose data fit the cache take less of the time
+COMPILED = 0.154  # of the elementwise traffic that is left where blocks are compiled
+UNPACKED = 1.5  # weight of the traffic in products with adapters, which do not overlap it
+HOST = {"forward": 25e-6, "backward": 14.5e-6, "update": 8e-6, "view": 12.5e-6, "module": 150e-6}
+HOST_COMPILED = 0.49
+BLEND = 2.55  # host and device wait for each other now and then: a norm between their sum and the longer of the two
+COMMUNICATION = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_")
+BLOCKING = ("all_to_all",)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of a rank, by what they go to. `seconds` is their sum."""
+
+    forward: float
+    backward: float
+    update: float
+    waiting: float  # for the host, which asks for the kernels
+    model_axes: float  # tensor, context, expert: waited for
+    data_axis: float  # ZeRO's gathers and reductions that the computation does not hide
+    offload: float
+    bubble: float = 0.0
+    hidden: float = 0.0  # communication beside the computation; not part of the sum
+    wire: dict[str, float] = field(default_factory=dict)  # bytes per step by axis
+
+    @property
+    def seconds(self) -> float:
+        parts = (self.forward, self.backward, self.update, self.waiting, self.model_axes, self.data_axis)
+        return sum(parts) + self.offload + self.bubble
+
+    def parts(self) -> dict[str, float]:
+        """What the sum consists of."""
+        names = ("forward", "backward", "update", "waiting", "model_axes", "data_axis", "offload", "bubble")
+        return {name: getattr(self, name) for name in names}
+
+
+def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8: bool = False) -> StepTime:
+    """A step of as many micro-batches as the run has, from a tally of fewer. Without a pipeline."""
+    times, device = micro_batches / tally.micro_batches, cluster.device
+    compute = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+    for work, count in tally.work.items():
+        phase = work.phase if work.phase in compute else "update"
+        compute[phase] += count * (times if phase != "update" else 1.0) * kernel(work, device, run.compile, fp8)
+    host = _host(tally, run.compile, times) if device.kind != "cpu" else 0.0
+    total = sum(compute.values())
+    waiting = (total**BLEND + host**BLEND) ** (1 / BLEND) - total
+    axes, data, wire = _communication(tally, run, cluster, times)
+    exposed, hidden = 0.0, 0.0
+    for phase, spent in data.items():
+        room = (compute[phase] + axes.get(phase, 0.0)) if phase != "update" else 0.0
+        first = spent / max(1.0, (tally.layers + 1) * micro_batches) if room else 0.0
+        shown = max(first, spent - room) if room else spent
+        exposed, hidden = exposed + shown, hidden + spent - shown
+    moved = _offloaded(tally, run, cluster, sum(compute.values()))
+    return StepTime(
+        compute["forward"], compute["backward"], compute["update"], waiting, sum(axes.values()), exposed, moved,
+        hidden=hidden, wire=wire,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 16)
+def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False) -> float:
+    """Seconds of one operator."""
+    half = work.dtype in ("bfloat16", "float16")
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(work.dtype, "fp32")
+    stream = STREAM * device.bandwidth * device.stream / 0.9
+    moved = work.bytes / stream
+    name = work.operator
+    if "attn" in name or "attention" in name:
+        rate = device.flops("fp32") * ATTENTION_FP32 if not half else _attention(work, device)
+        return max(work.flops / rate, moved, device.launch)
+    if work.flops:
+        rate = (MATMUL if half else 1.0) * device.flops(precision)
+        if name == "_grouped_mm":
+            rate = GROUPED * device.flops(precision)
+        elif half:
+            if fp8 and min(work.largest, default=0) >= 1024 and not name.startswith("lora"):
+                # Scaling reads and writes both operands once more.
+                rate, moved = MATMUL * device.flops("fp8") * 0.75, moved * 1.5
+            rate *= _shape(work.largest)
+        if name.startswith("lora_linear"):
+            return max(work.flops / rate + UNPACKED * moved, device.launch)
+        return max(work.flops / rate, moved, device.launch)
+    if device.kind != "cpu" and work.bytes < CACHE:
+        moved *= CACHED
+    fused = compiled and work.phase != "update" and name not in COMMUNICATION and not name.startswith("_f")
+    return max(moved * (COMPILED if fused else 1.0), device.launch)
+
+
+def _attention(work: Work, device: Device) -> float:
+    forward, backward = device.attention_flops()
+    head = (work.largest[2] if work.largest else 128) / 128
+    rate = backward * ATTENTION[1] if "backward" in work.operator else forward * ATTENTION[0]
+    return rate * min(1.0, head * (1 + HEAD) / (head + HEAD)) * (VARLEN if "varlen" in work.operator else 1.0)
+
+
+def _shape(sides: tuple[int, ...]) -> float:
+    if not sides:
+        return 1.0
+    short = min(sides)
+    return short / (short + SHORT) * (ODD if any(side % 8 for side in sides) else 1.0)
+
+
+def _host(tally: Tally, compiled: bool, times: float) -> float:
+    spent = 0.0
+    for work, count in tally.work.items():
+        spent += HOST.get(work.phase, HOST["update"]) * count * (times if work.phase != "update" else 1.0)
+    spent += times * sum(HOST[what] * tally.calls.get(what, 0.0) for what in ("view", "module"))
+    return max(0.0, spent) * (HOST_COMPILED if compiled else 1.0)
+
+
+def _communication(
+    tally: Tally, run: Run, cluster: Cluster, times: float
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Seconds by phase along the model's axes and along the data's, and bytes per step by axis."""
+    axes: dict[str, float] = {}
+    data: dict[str, float] = {}
+    wire: dict[str, float] = {}
+    for (phase, kind, ranks, size), count in tally.wire.items():
+        calls = count * (times if phase != "update" else 1.0)
+        tensor = size / 2 if kind == "all_reduce" else size
+        spent = calls * wire_seconds(kind, tensor, len(ranks), _per_node(ranks, cluster), cluster)
+        axis = _axis(kind, ranks, run)
+        wire[axis] = wire.get(axis, 0.0) + calls * size
+        place = data if axis == "data" else axes
+        place[phase] = place.get(phase, 0.0) + spent
+    return axes, data, wire
+
+
+def _axis(kind: str, ranks: tuple[int, ...], run: Run) -> str:
+    """Which axis a group lies along; what is waited for is told apart from what is hidden."""
+    parallel = run.parallel
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if parallel.tensor > 1 and len(ranks) == parallel.tensor and stride == 1:
+        return "tensor"
+    if parallel.context > 1 and len(ranks) == parallel.context and stride == parallel.tensor:
+        return "context"
+    return "expert" if kind in BLOCKING and not parallel.quantize_gradients else "data"
+
+
+def _per_node(ranks: tuple[int, ...], cluster: Cluster) -> int:
+    return sum(rank // cluster.per_node == ranks[0] // cluster.per_node for rank in ranks)
+
+
+def _offloaded(tally: Tally, run: Run, cluster: Cluster, compute: float) -> float:
+    """Seconds that states, weights and activations are under way and the computation does not hide."""
+    offload, link = run.offload, cluster.device.host_link
+    disk = (cluster.disk_read + cluster.disk_write) / 2 / cluster.per_node
+    trained = tally.trained
+    spent = 0.0
+    if offload.optimizer != "none":
+        ratio = 1.0 if offload.ratio == "auto" else float(offload.ratio)
+        size = trained * ratio * (state_bytes(run.train) + 2)  # and the low half of the masters, each way
+        rate = link if offload.optimizer == "cpu" else min(link, disk)
+        spent += size / rate * (1 - offloaded_share(offload, run.precision, run.train.clip))
+    if offload.parameters != "none":
+        layout = layout_of(run.parallel, max(1, cluster.ranks))
+        passes = 3 if run.recompute == "full" else 2
+        size = passes * 2 * trained / 1 if layout.shard >= 1 else 0.0  # this rank's shard, up for each pass
+        rate = link if offload.parameters == "cpu" else min(link, disk)
+        spent += max(0.0, size / rate - compute)
+    if offload.activations != "none":
+        spent += max(0.0, 2 * tally.kept / link - compute)
+    return spent
+
+
+def totals(parts: Mapping[str, float]) -> float:
+    """The sum of a breakdown."""
+    return sum(parts.values())
