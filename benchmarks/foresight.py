@@ -101,7 +101,7 @@ RUNS: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 def run_of(name: str, device: str = "cuda") -> tuple[Any, Any, int, int]:
     """The run, its model, documents per row and micro-batches."""
     from shardwise.config.schema import Run
-    from shardwise.models.source import ModelSource, _config_from
+    from shardwise.models.source import ModelSource, config_from
 
     model, length, micro, accumulation, settings = RUNS[name]
     settings = dict(settings)
@@ -123,7 +123,7 @@ def run_of(name: str, device: str = "cuda") -> tuple[Any, Any, int, int]:
         values["data"]["packing"] = False
     run = Run.model_validate(values)
     task = {"causal": "causal", "masked": "masked", "seq2seq": "seq2seq"}[values["objective"]]
-    return run, ModelSource(model, _config_from(dict(MODELS[model])), None, "none", task=task), documents, accumulation
+    return run, ModelSource(model, config_from(dict(MODELS[model])), None, "none", task=task), documents, accumulation
 
 
 def measure(name: str, steps: int = 3) -> dict[str, Any]:

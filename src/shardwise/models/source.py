@@ -52,7 +52,7 @@ class ModelSource:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
         except Exception as error:
-            problem = f"no tokenizer could be loaded ({_first_line(error)})"
+            problem = f"no tokenizer could be loaded ({first_line(error)})"
             remedy = "name a folder or hub id that has tokenizer.json"
             raise UserError("model.tokenizer", self.tokenizer, problem, remedy) from None
         if not tokenizer.is_fast:
@@ -68,7 +68,7 @@ def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: 
     Without a task it is what the config's own class is for.
     """
     if model.config is not None:
-        config = _config_from(dict(model.config))
+        config = config_from(dict(model.config))
         tokenizer = _tokenizer_folder(str(model.tokenizer))
         source = ModelSource(f"{config.model_type} from scratch", config, None, tokenizer, model.trust_remote_code)
     else:
@@ -125,7 +125,7 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
-        problem = f"is no folder here and could not be fetched from the hub ({_first_line(error)})"
+        problem = f"is no folder here and could not be fetched from the hub ({first_line(error)})"
         remedy = f"check the spelling and the connection (HF_TOKEN for gated models), or use {EMBEDDED}"
         raise UserError("model", name, problem, remedy) from None
 
@@ -136,7 +136,7 @@ def _tokenizer_folder(name: str) -> str:
     return name
 
 
-def _config_from(values: dict[str, Any]) -> Any:
+def config_from(values: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = values.pop("model_type")
@@ -156,7 +156,7 @@ def _config_from(values: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(kind, **values)
     except Exception as error:  # transformers' validation has exceptions of its own
-        problem = f"transformers does not accept it ({_first_line(error, 2)})"
+        problem = f"transformers does not accept it ({first_line(error, 2)})"
         remedy = f"use the keys and values of transformers' config for {kind}"
         raise UserError("model.config", values, problem, remedy) from None
 
@@ -167,7 +167,7 @@ def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        problem = f"its config.json is not usable ({_first_line(error)})"
+        problem = f"its config.json is not usable ({first_line(error)})"
         remedy = "update transformers, or set model.trust_remote_code: true if the model brings its own code"
         raise UserError("model", name, problem, remedy) from None
 
@@ -217,7 +217,7 @@ def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, str]]:
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
             yield {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     except Exception as error:
-        problem = f"transformers cannot read this GGUF file ({_first_line(error)})"
+        problem = f"transformers cannot read this GGUF file ({first_line(error)})"
         raise UserError(field, str(file), problem, "use the model's original Hugging Face folder instead") from None
 
 
@@ -243,7 +243,7 @@ def converted_folder(source: ModelSource) -> Path:
                     source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
                 )
         except Exception as error:
-            reason = _first_line(error).partition(" For details")[0]  # of a report that we keep quiet
+            reason = first_line(error).partition(" For details")[0]  # of a report that we keep quiet
             problem = f"transformers cannot load its weights ({reason})"
             raise UserError("model", str(source.weights), problem, "fetch the model again") from None
         new = set(report["missing_keys"]) & head_parameters(model)
@@ -315,6 +315,6 @@ def _file_key(file: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _first_line(error: BaseException, lines: int = 1) -> str:
+def first_line(error: BaseException, lines: int = 1) -> str:
     text = str(error).strip()
     return " ".join(line.strip() for line in text.splitlines()[:lines])[:160] or type(error).__name__

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -36,7 +37,8 @@ def own_stream(mesh: DeviceMesh) -> Iterator[None]:
             generator.manual_seed(seed)
             generator.set_offset(offset + STEP)
         return
-    seed = int(torch.empty((), dtype=torch.int64).random_())
+    with unset_fake_temporarily():  # a rehearsal draws numbers, but none that matter
+        seed = int(torch.empty((), dtype=torch.int64).random_())
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(_mixed(seed, 0, rank))
     try:

@@ -25,6 +25,7 @@ class Sketched:
 
     tallies: tuple[Tally, ...]
     layers: int  # of the model
+    width: int  # of what goes from block to block
 
     def at(self, layers: int | None = None) -> Tally:
         """The step of a model with so many layers; default: its own."""
@@ -40,7 +41,7 @@ def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Ske
     depths, whole = sketch_depths(source.config)
     with ThreadPoolExecutor(len(depths)) as pool:
         found = list(pool.map(lambda layers: apart(_tally, source, run, ranks, layers, whole, documents), depths))
-    return Sketched(tuple(found), whole)
+    return Sketched(tuple(found), whole, source.config.get_text_config().hidden_size)
 
 
 def sketch_depths(config: object) -> tuple[tuple[int, ...], int]:

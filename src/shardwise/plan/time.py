@@ -13,7 +13,6 @@ ranks along tensor, context and expert axes is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -25,7 +24,7 @@ from shardwise.rehearse.tally import Tally
 from shardwise.rehearse.tracker import Work
 from shardwise.zero.policy import offloaded_share, state_bytes
 
-MATMUL = 1.1  # of the rate that a long row of equal products reaches: in a step the device gets time to cool
+MATMUL, MOST = 1.1, 0.85  # of the rate of a long row of equal products (in a step the device cools down); of the peak
 SHORT = 70  # a product whose shortest side has this length runs at half the rate
 ODD = 0.35  # of the rate, where a side is no multiple of 8
 HEAD = 0.29  # heads of 64 attend at 0.72 of the rate of heads of 128
@@ -69,15 +68,16 @@ class StepTime:
 
 def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8: bool = False) -> StepTime:
     """A step of as many micro-batches as the run has, from a tally of fewer. Without a pipeline."""
-    times, device = micro_batches / tally.micro_batches, cluster.device
+    device = cluster.device
     compute = {"forward": 0.0, "backward": 0.0, "update": 0.0}
-    for work, count in tally.work.items():
-        phase = work.phase if work.phase in compute else "update"
-        compute[phase] += count * (times if phase != "update" else 1.0) * kernel(work, device, run.compile, fp8)
-    host = _host(tally, run.compile, times) if device.kind != "cpu" else 0.0
+    for counts, times in ((tally.work, micro_batches), (tally.work_once, 1)):
+        for work, count in counts.items():
+            phase = work.phase if work.phase in compute else "update"
+            compute[phase] += count * times * kernel(work, device, run.compile, fp8)
+    host = _host(tally, run.compile, micro_batches) if device.kind != "cpu" else 0.0
     total = sum(compute.values())
     waiting = (total**BLEND + host**BLEND) ** (1 / BLEND) - total
-    axes, data, wire = _communication(tally, run, cluster, times)
+    axes, data, wire = _communication(tally, run, cluster, micro_batches)
     exposed, hidden = 0.0, 0.0
     for phase, spent in data.items():
         room = (compute[phase] + axes.get(phase, 0.0)) if phase != "update" else 0.0
@@ -103,13 +103,13 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
         rate = device.flops("fp32") * ATTENTION_FP32 if not half else _attention(work, device)
         return max(work.flops / rate, moved, device.launch)
     if work.flops:
-        rate = (MATMUL if half else 1.0) * device.flops(precision)
+        rate = _matmul(device, precision) if half else device.flops(precision)
         if name == "_grouped_mm":
             rate = GROUPED * device.flops(precision)
         elif half:
             if fp8 and min(work.largest, default=0) >= 1024 and not name.startswith("lora"):
                 # Scaling reads and writes both operands once more.
-                rate, moved = MATMUL * device.flops("fp8") * 0.75, moved * 1.5
+                rate, moved = _matmul(device, "fp8") * 0.75, moved * 1.5
             rate *= _shape(work.largest)
         if name.startswith("lora_linear"):
             return max(work.flops / rate + UNPACKED * moved, device.launch)
@@ -118,6 +118,11 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
         moved *= CACHED
     fused = compiled and work.phase != "update" and name not in COMMUNICATION and not name.startswith("_f")
     return max(moved * (COMPILED if fused else 1.0), device.launch)
+
+
+def _matmul(device: Device, precision: str) -> float:
+    reached = device.flops(precision)
+    return max(reached, min(MATMUL * reached, MOST * device.peak[device.computes(precision)]))
 
 
 def _attention(work: Work, device: Device) -> float:
@@ -134,29 +139,29 @@ def _shape(sides: tuple[int, ...]) -> float:
     return short / (short + SHORT) * (ODD if any(side % 8 for side in sides) else 1.0)
 
 
-def _host(tally: Tally, compiled: bool, times: float) -> float:
+def _host(tally: Tally, compiled: bool, micro_batches: int) -> float:
     spent = 0.0
-    for work, count in tally.work.items():
-        spent += HOST.get(work.phase, HOST["update"]) * count * (times if work.phase != "update" else 1.0)
-    spent += times * sum(HOST[what] * tally.calls.get(what, 0.0) for what in ("view", "module"))
+    for counts, times in ((tally.work, micro_batches), (tally.work_once, 1)):
+        spent += times * sum(HOST.get(work.phase, HOST["update"]) * count for work, count in counts.items())
+    spent += micro_batches * sum(HOST[what] * tally.calls.get(what, 0.0) for what in ("view", "module"))
     return max(0.0, spent) * (HOST_COMPILED if compiled else 1.0)
 
 
 def _communication(
-    tally: Tally, run: Run, cluster: Cluster, times: float
+    tally: Tally, run: Run, cluster: Cluster, micro_batches: int
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Seconds by phase along the model's axes and along the data's, and bytes per step by axis."""
     axes: dict[str, float] = {}
     data: dict[str, float] = {}
     wire: dict[str, float] = {}
-    for (phase, kind, ranks, size), count in tally.wire.items():
-        calls = count * (times if phase != "update" else 1.0)
-        tensor = size / 2 if kind == "all_reduce" else size
-        spent = calls * wire_seconds(kind, tensor, len(ranks), _per_node(ranks, cluster), cluster)
-        axis = _axis(kind, ranks, run)
-        wire[axis] = wire.get(axis, 0.0) + calls * size
-        place = data if axis == "data" else axes
-        place[phase] = place.get(phase, 0.0) + spent
+    for counts, times in ((tally.wire, micro_batches), (tally.wire_once, 1)):
+        for (phase, kind, ranks, size), count in counts.items():
+            tensor = size / 2 if kind == "all_reduce" else size
+            spent = count * times * wire_seconds(kind, tensor, len(ranks), _per_node(ranks, cluster), cluster)
+            axis = _axis(kind, ranks, run)
+            wire[axis] = wire.get(axis, 0.0) + count * times * size
+            place = data if axis == "data" else axes
+            place[phase] = place.get(phase, 0.0) + spent
     return axes, data, wire
 
 
@@ -195,8 +200,3 @@ def _offloaded(tally: Tally, run: Run, cluster: Cluster, compute: float) -> floa
     if offload.activations != "none":
         spent += max(0.0, 2 * tally.kept / link - compute)
     return spent
-
-
-def totals(parts: Mapping[str, float]) -> float:
-    """The sum of a breakdown."""
-    return sum(parts.values())

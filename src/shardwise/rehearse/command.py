@@ -11,12 +11,11 @@ from rich.table import Table
 
 from shardwise.config.load import load_run
 from shardwise.rehearse.apart import apart
-from shardwise.rehearse.ledger import CATEGORIES, Ledger, ledger_of, replayed, wire
+from shardwise.rehearse.ledger import CATEGORIES, WORKSPACE, Ledger, ledger_of, replayed, wire
 from shardwise.rehearse.step import Alike, Rehearsal, rehearse
+from shardwise.rehearse.tally import head_of
 from shardwise.rehearse.target import Target, aim
 from shardwise.train.describe import human
-
-WORKSPACE = 2 * 32 * 2**20  # cuBLAS takes 32 MiB on Hopper for each thread that computes: forward's and backward's
 
 LARGEST = ("category", "module", "operator", "bytes")
 
@@ -49,7 +48,7 @@ def _one(target: Target, rank: int, documents: int, known: Alike) -> tuple[dict[
 
 def report_of(result: Rehearsal, target: Target) -> dict[str, Any]:
     """What is told of a rank, in plain values."""
-    head = _head_of(result)
+    head = head_of(result.tracker)
     ledger = ledger_of(result.tracker, head)
     on_gpu = target.run.device == "cuda"
     allocator = replayed(result.tracker) if on_gpu else None
@@ -69,12 +68,6 @@ def report_of(result: Rehearsal, target: Target) -> dict[str, Any]:
         "flops": sum(work.flops * count for work, count in result.tracker.work.items()),
         "seconds": round(result.seconds, 1),
     }
-
-
-def _head_of(result: Rehearsal) -> str:
-    model: Any = result.tracker.model
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), "lm_head")
 
 
 def _phase_at(ledger: Ledger) -> str:

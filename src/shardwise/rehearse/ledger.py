@@ -18,6 +18,7 @@ CATEGORIES = (
     "logits and loss", "temporary",
 )  # fmt: skip
 POINTS = 400  # of a curve
+WORKSPACE = 2 * 32 * 2**20  # cuBLAS takes 32 MiB on Hopper for each thread that computes: forward's and backward's
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.rehearse.ledger import CATEGORIES, ledger_of, replayed
 from shardwise.rehearse.step import Rehearsal
-from shardwise.rehearse.tracker import Tracker, Work
+from shardwise.rehearse.tracker import Tracker, Work, sent
 
 MIDDLE = "middle"
+Sent = tuple[str, str, tuple[int, ...], int]  # phase, kind, ranks, bytes
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class Tally:
     reserved: float
     trained: float  # parameters that this rank updates
     kept: float  # bytes that forward puts into the host's memory
-    work: dict[Work, float] = field(repr=False)
-    calls: dict[str, float] = field(repr=False)
-    wire: dict[tuple[str, str, tuple[int, ...], int], float] = field(repr=False)  # phase, kind, ranks, bytes
+    calls: dict[str, float] = field(repr=False)  # of the host, in each micro-batch
+    work: dict[Work, float] = field(repr=False)  # of each micro-batch
+    work_once: dict[Work, float] = field(repr=False)  # besides, of each step
+    wire: dict[Sent, float] = field(repr=False)
+    wire_once: dict[Sent, float] = field(repr=False)
 
     @property
     def peak(self) -> float:
@@ -58,11 +61,29 @@ def tally_of(result: Rehearsal, layers: int) -> Tally:
     """A rehearsal's figures."""
     tracker = result.tracker
     allocator = replayed(tracker)
-    sent = Counter((phase, one.kind, one.ranks, one.bytes) for phase, _, one in tracker.collectives)
+    each, once = _apart(tracker)
+    calls = {name: count / result.micro_batches for name, count in tracker.calls.items()}
     return Tally(
         layers, result.micro_batches, {k: float(v) for k, v in result.held.items()}, _segments(tracker, head_of(tracker)),
-        float(allocator.most_reserved), _trained(tracker.model), float(tracker.to_host), dict(tracker.work), dict(tracker.calls), dict(sent),
+        float(allocator.most_reserved), _trained(tracker.model), float(tracker.to_host), calls,
+        _only(each, Work), _only(once, Work), _only(each, tuple), _only(once, tuple),
     )  # fmt: skip
+
+
+def _apart(tracker: Tracker) -> tuple[Counter[Any], Counter[Any]]:
+    """What every micro-batch does, and what a step does once: what is not in all of them, and the update."""
+    total: Counter[Any] = Counter(tracker.work)
+    total.update(sent(phase, one) for phase, _, one in tracker.collectives)
+    each = tracker.passes[0] if tracker.passes else Counter()
+    for one in tracker.passes[1:]:
+        each = each & one
+    for what, count in each.items():
+        total[what] -= count * len(tracker.passes)
+    return each, +total
+
+
+def _only(counts: Counter[Any], kind: type) -> dict[Any, float]:
+    return {what: float(count) for what, count in counts.items() if isinstance(what, kind)}
 
 
 def head_of(tracker: Tracker) -> str:
@@ -98,7 +119,8 @@ def scaled(few: Tally, more: Tally, layers: int) -> Tally:
     return Tally(
         layers, more.micro_batches, _along(few.held, more.held, step, 0.0), reached, peak + slack,
         more.trained + step * (more.trained - few.trained), more.kept + step * (more.kept - few.kept),
-        _along(few.work, more.work, step), _along(few.calls, more.calls, step), _along(few.wire, more.wire, step),
+        *(_along(getattr(few, name), getattr(more, name), step)
+          for name in ("calls", "work", "work_once", "wire", "wire_once")),
     )  # fmt: skip
 
 

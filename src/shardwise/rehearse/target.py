@@ -8,7 +8,8 @@ from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
-from shardwise.models.source import ModelSource, find_model
+from shardwise.models.source import ModelSource
+from shardwise.plan.models import find_config
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def aim(loaded: LoadedRun, nodes: int, gpus: int) -> Target:
     run = loaded.run
     machine = Machine(0 if run.device == "cpu" else gpus, ranks=nodes * gpus)
     result = resolve_machine(run, machine)
-    source = find_model(result.run.model, task=task_wanted(result.run))
+    source = find_config(result.run.model, task_wanted(result.run))
     resolve_objective(result, source.task)
     if result.run.objective.type not in ("causal", "seq2seq", "masked"):  # type: ignore[union-attr]
         kind = result.run.objective.type  # type: ignore[union-attr]

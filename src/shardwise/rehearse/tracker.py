@@ -68,6 +68,7 @@ class Tracker(TorchDispatchMode):
     peak_time: int = 0
     blocks: list[Block] = field(default_factory=list)
     work: Counter[Work] = field(default_factory=Counter)
+    passes: list[Counter[Any]] = field(default_factory=list)  # work and collectives of each micro-batch
     collectives: list[tuple[str, str, Collective]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of operators, views and modules: what the host has to do
     marks: list[tuple[int, str]] = field(default_factory=list)  # when each phase began
@@ -126,6 +127,8 @@ class Tracker(TorchDispatchMode):
         phase, module = self.place()
         if found is not None:
             self.collectives.append((phase, module, found))
+            if self.passes and phase != "update":
+                self.passes[-1][sent(phase, found)] += 1
             for tensor in _tensors((args, kwargs)):
                 self._label(tensor, "communication")
         elif func._schema.name.startswith("fsdp::"):
@@ -225,11 +228,16 @@ class Tracker(TorchDispatchMode):
         elif flops and ("attn" in name or "attention" in name):
             named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             shape = (named["query"].shape[-2], named["key"].shape[-2], named["query"].shape[-1])
-        self.work[Work(phase, name, flops, size, str(made[0].dtype).removeprefix("torch."), shape)] += 1
+        done = Work(phase, name, flops, size, str(made[0].dtype).removeprefix("torch."), shape)
+        self.work[done] += 1
+        if self.passes and phase != "update":
+            self.passes[-1][done] += 1
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.calls["module"] += 1
         self._stack.append(self._names.get(module, type(module).__name__))
+        if module is self.model and self.place()[0] == "forward":
+            self.passes.append(Counter())
         number = self._numbers.get(module)
         if number is not None and self.place()[0] == "forward":
             self.borders.append((self.time, "forward", number))
@@ -249,6 +257,11 @@ class Tracker(TorchDispatchMode):
         tensor = next((t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         if tensor is not None:
             tensor.register_hook(lambda _: self.borders.append((self.time, kind, number)))
+
+
+def sent(phase: str, one: Collective) -> tuple[str, str, tuple[int, ...], int]:
+    """What makes a collective like another: phase, kind, ranks, bytes."""
+    return phase, one.kind, one.ranks, one.bytes
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
