@@ -41,6 +41,16 @@ def count_of(step: torch.Tensor) -> int:
     return 1 if isinstance(step, FakeTensor) else int(step.item())
 
 
+def table_of(counts: torch.Tensor, total: int) -> list[list[list[int]]]:
+    """Tables of counts as lists; of fake ones, which have no values, tables in which all are about alike."""
+    if not isinstance(counts, FakeTensor):
+        return counts.tolist()  # type: ignore[no-any-return]
+    tables, rows, columns = counts.shape
+    each, more = divmod(total, rows * columns)
+    even = [[each + (row * columns + column < more) for column in range(columns)] for row in range(rows)]
+    return [even for _ in range(tables)]
+
+
 def on_host(size: int) -> torch.Tensor:
     """Bytes of a GPU's host, where fake tensors stand for both."""
     made = torch.empty(size, dtype=torch.uint8)

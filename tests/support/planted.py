@@ -1,4 +1,4 @@
-"""A proof's host with a bug planted: `python -m support.planted BUG PARENT MODEL DEVICE` for shardwise.verify.host.
+"""A proof's host with a bug planted: `python planted.py BUG PARENT MODEL DEVICE`, as shardwise.verify.host.
 
 Each bug is one that training systems have really had. They are planted by patching the running code, in the ranks
 alone: the reference shares none of it.

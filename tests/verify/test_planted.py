@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import planted
 from support.families import config_of
 from support.tiny import tiny_run, tokenizer_folder
 
@@ -54,7 +55,7 @@ def verified(shared: Path, family: str = "llama", **changes: Any) -> Certificate
 def test_the_broken_claim_is_named(
     bug: str, settings: dict[str, Any], broken: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "HOST", [sys.executable, "-m", "support.planted", bug])
+    monkeypatch.setattr(ranks, "HOST", [sys.executable, planted.__file__, bug])
     certificate = verified(shared, **settings)
     verdicts = {row.claim.name: row.verdict for row in certificate.rows}
     print(f"\n{bug}: {certificate.failure and certificate.failure.difference}")

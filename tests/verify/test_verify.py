@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support import cli
+from support import cli, planted
 from support.families import config_of
 from support.tiny import rows_of_pairs, saved_model, tiny_run, tokenizer_folder
 
@@ -121,7 +121,7 @@ def test_the_command_certifies(shared: Path, tmp_path: Path) -> None:
 def test_a_failure_leaves_with_one_and_names_the_parameter(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ranks, "HOST", [sys.executable, "-m", "support.planted", "leak_between_documents"])
+    monkeypatch.setattr(ranks, "HOST", [sys.executable, planted.__file__, "leak_between_documents"])
     file, target = cli.write_run(tmp_path, a_run(shared, ranks=1)), tmp_path / "certificate.json"
     with pytest.raises(SystemExit) as left:
         commands.main(["verify", str(file), "--json", "--output", str(target)])

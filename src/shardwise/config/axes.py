@@ -59,7 +59,7 @@ def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
     if not parallel.beyond_data:
         return
     text = config.get_text_config(decoder=True)
-    heads, layers, experts = (_first(text, names) for names in (HEADS, LAYERS, EXPERTS))
+    heads, layers, experts = (first_of(text, names) for names in (HEADS, LAYERS, EXPERTS))
     if parallel.context > 1 and config.is_encoder_decoder:
         problem = "encoder–decoder models have two sequences, and attention across them"
         raise UserError("parallel.context", parallel.context, problem, "use tensor or pipeline instead")
@@ -84,12 +84,12 @@ def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
             )
     stages = parallel.pipeline * ((parallel.chunks or 2) if parallel.schedule in ("interleaved", "zbv") else 1)
     if config.is_encoder_decoder and layers:
-        layers += _first(config, ("encoder_layers", "num_layers")) or 0
+        layers += first_of(config, ("encoder_layers", "num_layers")) or 0
     if parallel.pipeline > 1 and layers and stages > layers:
         problem = f"makes {stages} stages of a model with {layers} blocks"
         most = max(1, layers * parallel.pipeline // stages)
         raise UserError("parallel.pipeline", parallel.pipeline, problem, f"use {most} or less")
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
+def first_of(config: Any, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)

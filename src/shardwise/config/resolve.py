@@ -91,7 +91,7 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
     _resolve_precision(result, machine.bf16)
     check_axes(result.run, ranks)
     first_clash(result.run)
-    _check_parallel(result.run, ranks)
+    check_parallel(result.run, ranks)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -162,7 +162,7 @@ def _resolve_precision(result: Resolution, bf16: bool) -> None:
         result.put("precision", "fp16", "the GPU has no bf16")
 
 
-def _check_parallel(run: Run, ranks: int) -> None:
+def check_parallel(run: Run, ranks: int) -> None:
     zero, shard, axes = run.parallel.zero, run.parallel.shard, axes_used(run.parallel)
     spread = ranks // (run.parallel.pipeline * run.parallel.tensor)  # ranks along context hold the same weights
     if spread % shard_size(zero, shard, spread):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.acting import table_of
+
 
 class _AllToAll(torch.autograd.Function):
     """Rows of uneven numbers between all ranks; gradients go the same ways in the other direction."""
@@ -65,7 +67,7 @@ class Exchange:
         if dist.get_backend(group) == "fake":
             coming.copy_(counts)  # nobody tells in a rehearsal: others send what we send
         # The one look of the host: how much is sent and received.
-        leaving, arriving = torch.stack((counts, coming)).tolist()
+        leaving, arriving = table_of(torch.stack((counts, coming)), self.pairs)
         self.sent = [sum(row) for row in leaving]
         self.received = [sum(row) for row in arriving]
         self.counts = [sum(column) for column in zip(*arriving, strict=True)]

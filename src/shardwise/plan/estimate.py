@@ -15,6 +15,7 @@ from shardwise.config.schema import Run
 from shardwise.models.source import ModelSource
 from shardwise.parallel.mesh import layout_of
 from shardwise.plan.hardware import Cluster
+from shardwise.plan.quick import PROCESS
 from shardwise.plan.network import seconds as wire_seconds
 from shardwise.plan.sketch import Sketched, sketch
 from shardwise.plan.time import StepTime, step_time
@@ -23,7 +24,6 @@ from shardwise.rehearse.tally import Tally
 from shardwise.zero.policy import held_by_place
 
 MARGIN = 0.03  # of the memory, for what the allocator cannot put to use
-PROCESS = 3 << 30  # bytes of host memory that a rank takes for itself: Python, libraries, pinned buffers
 
 Sketcher = Callable[[ModelSource, Run, int], Sketched]
 
@@ -91,7 +91,7 @@ def estimate(
     """What a run takes that is resolved for the cluster's ranks; `fp8` is for linear layers, to compare with others."""
     parallel = run.parallel
     stages = parallel.pipeline
-    flat = _without_pipeline(run)
+    flat = without_pipeline(run)
     sketched = sketcher(source, flat, cluster.ranks // stages)
     micro = int(run.train.micro_batch_size)
     count = max(1, run.train.batch_size // data_ranks(parallel, cluster.ranks) // micro)
@@ -113,7 +113,8 @@ def estimate(
     )  # fmt: skip
 
 
-def _without_pipeline(run: Run) -> Run:
+def without_pipeline(run: Run) -> Run:
+    """What one stage's ranks do, as far as a sketch knows."""
     if run.parallel.pipeline == 1:
         return run
     values = run.model_dump()

@@ -6,13 +6,14 @@ it; `estimate.py` puts the stages together.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.config.schema import Run
+from shardwise.launch.cpu import usable_cores
 from shardwise.models.shrink import depths_of, first_layers
 from shardwise.models.source import ModelSource
-from shardwise.rehearse.apart import apart
+from shardwise.rehearse.apart import apart_all
 from shardwise.rehearse.step import rehearse
 from shardwise.rehearse.tally import Tally, scaled, tally_of
 
@@ -38,10 +39,26 @@ class Sketched:
 
 def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Sketched:
     """A rank's step; `run` has no pipeline. Each rehearsal has a process of its own."""
+    found = sketch_all(source, [(run, ranks)], documents)[0]
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def sketch_all(
+    source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int = 1
+) -> list[Sketched | Exception]:
+    """Sketches of several runs (with their ranks), as many at once as there are cores; or what went wrong."""
     depths, whole = sketch_depths(source.config)
-    with ThreadPoolExecutor(len(depths)) as pool:
-        found = list(pool.map(lambda layers: apart(_tally, source, run, ranks, layers, whole, documents), depths))
-    return Sketched(tuple(found), whole, source.config.get_text_config().hidden_size)
+    calls = [(source, run, ranks, layers, whole, documents) for run, ranks in runs for layers in reversed(depths)]
+    tallies = apart_all(_tally, calls, usable_cores())
+    found: list[Sketched | Exception] = []
+    for at in range(0, len(calls), len(depths)):
+        several = tallies[at : at + len(depths)]
+        wrong = next((one for one in several if isinstance(one, Exception)), None)
+        plain = tuple(one for one in reversed(several) if isinstance(one, Tally))
+        found.append(wrong or Sketched(plain, whole, int(source.config.get_text_config().hidden_size)))
+    return found
 
 
 def sketch_depths(config: object) -> tuple[tuple[int, ...], int]:

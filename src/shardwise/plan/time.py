@@ -7,8 +7,8 @@ below were fitted to the odd-numbered runs of `benchmarks/foresight.py` on an H2
 (docs/foresight.md).
 
 [Note: hidden] Gathers and reductions of ZeRO go on beside the computation: a pass takes the longer of the two, plus the
-first gather (forward) or the last reduction (backward), for which there is nothing to do meanwhile. What passes between
-ranks along tensor, context and expert axes is waited for.
+first gather (forward) or the last reduction (backward), for which there is nothing to do meanwhile, plus a part of
+what is hidden, because it takes units and bandwidth from the computation. What passes between ranks along tensor, context and expert axes is waited for.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ HOST_COMPILED = 0.49
 BLEND = 2.55  # host and device wait for each other now and then: a norm between their sum and the longer of the two
 COMMUNICATION = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_")
 BLOCKING = ("all_to_all",)
+CONTENTION = 0.15  # of hidden communication: its kernels take some of the device's units and bandwidth
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
         room = (compute[phase] + axes.get(phase, 0.0)) if phase != "update" else 0.0
         first = spent / max(1.0, (tally.layers + 1) * micro_batches) if room else 0.0
         shown = max(first, spent - room) if room else spent
-        exposed, hidden = exposed + shown, hidden + spent - shown
+        exposed, hidden = exposed + shown + CONTENTION * (spent - shown), hidden + spent - shown
     moved = _offloaded(tally, run, cluster, sum(compute.values()))
     return StepTime(
         compute["forward"], compute["backward"], compute["update"], waiting, sum(axes.values()), exposed, moved,

@@ -30,6 +30,7 @@ from shardwise.parallel.mesh import World
 from shardwise.parallel.trial import tiny_case
 from shardwise.rehearse.batch import step_batch
 from shardwise.rehearse.kernels import gpu_kernels
+from shardwise.rehearse.nodisk import NoDisk
 from shardwise.rehearse.tracker import Tracker
 from shardwise.rehearse.world import fake_world
 from shardwise.train.job import Job
@@ -148,7 +149,8 @@ def set_up(
             install(sharded.model)
         objective = make_objective(job, world, sharded, apart, asked, say)
     with fake or nullcontext():
-        optimizer = build_optimizer(job, world, sharded, DiskFolder(job.offload_folder, world.rank, world.size))
+        disk: Any = NoDisk() if fake is not None else DiskFolder(job.offload_folder, world.rank, world.size)
+        optimizer = build_optimizer(job, world, sharded, disk)
     if fake is not None:
         _share_for_real(spread, fake)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
@@ -162,7 +164,7 @@ def watch(
 ) -> tuple[Tracker, dict[str, int]]:
     """A step to warm up and one that is followed; with what is held between steps, by category. Fake or real."""
     say("warming up")
-    take_step(parts, batch)
+    take_step(parts, replace(batch, micro_batches=batch.micro_batches[:1]) if parts.spread.pipeline is None else batch)
     tracker = Tracker(parts.sharded.model)
     tracker.hold(list(parts.sharded.model.parameters()), "parameters")
     tracker.hold(list(parts.sharded.model.buffers()), "buffers")

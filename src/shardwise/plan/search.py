@@ -1,0 +1,193 @@
+"""The best ways to run a model on a cluster: all are scored roughly, the best few are sketched, and those are ranked."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from shardwise.config.schema import Run
+from shardwise.errors import RunFailed, UserError
+from shardwise.models.source import ModelSource
+from shardwise.plan.estimate import Estimate, estimate, without_pipeline
+from shardwise.plan.hardware import Cluster, cluster_of
+from shardwise.plan.quick import Quick, Strategy, profile, sizes_of
+from shardwise.plan.sketch import Sketched, sketch, sketch_all
+from shardwise.plan.strategies import applied, enumerate_strategies, legal
+
+SKETCHED = 4  # strategies that get a sketch, unless told otherwise
+NEARLY = 1.02  # the rough score is trusted this far: what it puts a little above the memory is looked at too
+TINY = 0.03  # a faster strategy must win this much over a simpler one
+
+Aim = Literal["time", "cost"]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy with its sketch."""
+
+    strategy: Strategy
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found: the options that fit, best first, those that do not, and how many were looked at."""
+
+    source: ModelSource
+    run: Run
+    cluster: Cluster
+    options: list[Option]
+    too_large: list[Option]
+    considered: int
+    fitting: int  # by the rough score
+    refused: dict[str, str] = field(default_factory=dict)  # strategies that the code cannot do, with the reason
+    quick: Quick | None = field(default=None, repr=False)
+    asked: Estimate | None = None  # what the run itself says
+
+    @property
+    def best(self) -> Option | None:
+        return self.options[0] if self.options else None
+
+
+def search(
+    source: ModelSource,
+    run: Run,
+    cluster: Cluster,
+    say: Say = lambda _: None,
+    most: int = SKETCHED,
+    pick: Callable[[Strategy], bool] = lambda _: True,
+) -> Plan:
+    """Ranks by time (on a given cluster the cheapest is the fastest). `run` is resolved for the cluster's ranks."""
+    say("looking at one block")
+    plain = _plain(run)
+    quick = Quick(profile(sizes_of(source), sketch(source, plain, 1), plain, _one(cluster)), run, cluster)
+    found: list[Option] = []
+    too_large: list[Option] = []
+    refused: dict[str, str] = {}
+    considered = fitting = 0
+    for offload in (False, True):
+        scored: list[tuple[float, int, Strategy]] = []
+        for strategy in enumerate_strategies(source.config, run, cluster, offload):
+            considered += 1
+            small = quick.memory(strategy) <= NEARLY * cluster.device.memory
+            if pick(strategy) and small and (not offload or quick.host(strategy) <= cluster.host_memory):
+                fitting += 1
+                scored.append((quick.seconds(strategy), _simplicity(strategy), strategy))
+        for wave in _waves(scored, source, run, cluster, refused, most):
+            say(f"{considered:,} strategies looked at, sketching {', '.join(s.name() for s, _ in wave[:3])}")
+            for option in _sketched(source, cluster, wave, refused):
+                (found if option.estimate.fits else too_large).append(option)
+            if found:
+                break
+        if found:
+            break
+    found.sort(key=lambda o: o.estimate.time.seconds * (1 + TINY * _simplicity(o.strategy) / 10))
+    return Plan(source, run, cluster, found, too_large, considered, fitting, refused, quick)
+
+
+def _plain(run: Run) -> Run:
+    """The run on one rank, with one sequence: what blocks need by themselves."""
+    base = applied(run, Strategy(2))
+    values = base.model_dump()
+    values["train"] |= {"batch_size": 1, "micro_batch_size": 1}
+    values["ranks"] = 1
+    return Run.model_validate(values)
+
+
+def _one(cluster: Cluster) -> Cluster:
+    return replace(cluster, nodes=1, per_node=1)
+
+
+def _simplicity(strategy: Strategy) -> int:
+    """Fewer moving parts are better where the time is the same."""
+    axes = sum(size > 1 for size in (strategy.tensor, strategy.context, strategy.pipeline, strategy.expert))
+    more = (strategy.shard is not None) + (strategy.secondary is not None) + strategy.interleaved + strategy.recompute
+    return 3 * axes + more + 5 * (strategy.offload != "none") + 5 * (strategy.offload_parameters != "none")
+
+
+def _waves(
+    scored: list[tuple[float, int, Strategy]], source: ModelSource, run: Run, cluster: Cluster, refused: dict[str, str],
+    most: int,
+) -> Any:  # fmt: skip
+    """The best of each family, by waves: a further one is only needed where none of the last fitted."""
+    best: dict[tuple[object, ...], tuple[float, int, Strategy]] = {}
+    rest: list[tuple[float, int, Strategy]] = []
+    for one in scored:
+        key = one[2].family()
+        if key not in best or one[:2] < best[key][:2]:
+            if key in best:
+                rest.append(best[key])
+            best[key] = one
+        else:
+            rest.append(one)
+    ranked = heapq.nsmallest(60, best.values(), key=lambda one: one[:2])
+    second = heapq.nsmallest(40, rest, key=lambda one: one[:2])
+    wave: list[tuple[Strategy, Run]] = []
+    waves = 0
+    for _, _, strategy in [*ranked[:most], *second[: most // 2], *ranked[most:], *second[most // 2 :]]:
+        wanted = applied(run, strategy)
+        problem = legal(wanted, source.config, cluster.ranks)
+        if problem is not None:
+            refused.setdefault(strategy.name(), problem)
+            continue
+        wave.append((strategy, wanted))
+        if len(wave) == most:
+            yield wave
+            wave, waves = [], waves + 1
+            if waves == 4:
+                return
+    if wave:
+        yield wave
+
+
+def _sketched(
+    source: ModelSource, cluster: Cluster, wave: list[tuple[Strategy, Run]], refused: dict[str, str]
+) -> list[Option]:
+    """Estimates of a wave; what cannot be rehearsed cannot be run, and is refused."""
+    known = Sketches(source)
+    known.make([(without_pipeline(run), cluster.ranks // run.parallel.pipeline) for _, run in wave])
+    found = []
+    for strategy, run in wave:
+        try:
+            found.append(Option(strategy, estimate(source, run, cluster, known)))
+        except (RunFailed, UserError) as error:
+            refused.setdefault(strategy.name(), str(error).strip().splitlines()[-1])
+    return found
+
+
+class Sketches:
+    """Sketches of one model, each made once: schedules and pipelines of a strategy share theirs."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self._known: dict[str, Sketched | Exception] = {}
+
+    def make(self, runs: list[tuple[Run, int]]) -> None:
+        """Makes those that are missing, several at once."""
+        missing = {self._key(run, ranks): (run, ranks) for run, ranks in runs}
+        missing = {key: one for key, one in missing.items() if key not in self._known}
+        self._known |= dict(zip(missing, sketch_all(self.source, list(missing.values())), strict=True))
+
+    def __call__(self, source: ModelSource, run: Run, ranks: int) -> Sketched:
+        self.make([(run, ranks)])
+        found = self._known[self._key(run, ranks)]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    @staticmethod
+    def _key(run: Run, ranks: int) -> str:
+        return f"{ranks} {run.model_dump_json(exclude={'output', 'log', 'checkpoint'})}"
+
+
+def cheapest(source: ModelSource, run: Run, gpus: list[tuple[str, int, int]], tokens: float) -> list[tuple[float, Plan]]:
+    """Plans for several clusters (device, nodes, devices per node) by what the whole run costs on each."""
+    found = []
+    for name, nodes, per_node in gpus:
+        plan = search(source, run, cluster_of(name, nodes, per_node))
+        if plan.best is not None and (cost := plan.best.estimate.cost(tokens)) is not None:
+            found.append((cost, plan))
+    return sorted(found, key=lambda one: one[0])
