@@ -63,7 +63,6 @@ ROWS = [
 ]  # fmt: skip
 
 
-
 def gpt(
     billions: float, hidden: int, layers: int, heads: int, tensor: int, pipeline: int, ranks: int, batch: int,
     micro: int, published: float,
@@ -130,7 +129,9 @@ def predicted(row: Row) -> tuple[float, Estimate]:
         scores = 2 * heads // parallel.tensor * row.length**2 * row.micro  # bytes of one layer and micro-batch
         layers = row.config["n_layer"] / parallel.pipeline
         each = row.passes * scores / (found.cluster.device.bandwidth * found.cluster.device.stream) * layers
-        seconds += each * (found.micro_batches + found.time.bubble / (found.time.seconds - found.time.bubble) * found.micro_batches)
+        seconds += each * (
+            found.micro_batches + found.time.bubble / (found.time.seconds - found.time.bubble) * found.micro_batches
+        )
     if 0 < row.recompute < 1:
         seconds += row.recompute * found.time.forward
     return found.tokens / seconds / ranks, found

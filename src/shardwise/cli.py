@@ -399,22 +399,55 @@ def verify(
     raise typer.Exit(show(run_file, overrides or [], full, layers, precision, output, keep, as_json))
 
 
-@app.command(
-    epilog=_examples("shardwise plan --roles smollm2-135m-instruct", "shardwise plan --roles ./my-model --json")
-)
+@app.command(epilog=_examples(
+    "shardwise plan llama-3.1-8b --gpu rtx-4090",
+    "shardwise plan llama-3.1-405b --gpu h100 --nodes 128 --gpus 8 data.sequence_length=8192 --tokens 1T",
+    "shardwise plan run.yaml --gpu a100 --gpus 8 --network ethernet-25g --html plan.html",
+    "shardwise plan qwen3-30b-a3b --gpu h200 --gpus 8 --write run.yaml",
+    "shardwise plan --roles smollm2-135m-instruct",
+))  # fmt: skip
 def plan(
+    what: Annotated[
+        str | None, typer.Argument(metavar="RUN.yaml|MODEL", help="A run, or a model by name, folder or hub id.")
+    ] = None,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")] = 1,
+    gpus: Annotated[
+        int | None, typer.Option(help="Devices of each node; default: one, or a node's usual number.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Which device, e.g. h100, rtx-4090; default: this machine's.")] = None,
+    network: Annotated[str | None, typer.Option(help="Between nodes, e.g. ib-400, ethernet-100g.")] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GB", help="Of each device, if not the usual.")] = None,
+    price: Annotated[float | None, typer.Option(help="USD per device and hour.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="To train on, e.g. 500M or 15T: for time and cost.")] = None,
+    method: Annotated[str | None, typer.Option(help="full, lora, qlora, …; default: the run's, or what fits.")] = None,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Look closely at three times as many.")] = False,
+    write: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="Write the run that does it.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report to pass round.")] = None,
     roles: Annotated[
-        str, typer.Option(metavar="MODEL", help="Show what each part of this model is and how it is cut.")
-    ],
+        str | None,
+        typer.Option(metavar="MODEL", help="Instead, show what each part of this model is, and how it is cut."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Show what the parts of a model are and how they can be divided: by watching a tiny model of its class run once.
+    """Plan: what fits a cluster, how long it takes, what it costs, and why; without the cluster, weights or data.
 
-    Only the config is read, no weights.
+    Leaves with 1 if nothing fits.
     """
-    from shardwise.parallel.describe import show_roles
+    if roles is not None:
+        from shardwise.parallel.describe import show_roles
 
-    show_roles(roles, as_json)
+        show_roles(roles, as_json)
+        return
+    if what is None:
+        raise UserError("RUN.yaml|MODEL", None, "is needed", "e.g. shardwise plan llama-3.1-8b --gpu h100 --gpus 8")
+    import gc
+
+    gc.disable()  # a second of the imports
+    from shardwise.plan.command import Asked, run_plan
+
+    asked = Asked(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
+    raise typer.Exit(run_plan(asked, write, html, as_json))
 
 
 @app.command(epilog=_examples(

@@ -192,7 +192,9 @@ def _elsewhere(tally: Tally, run: Run, cluster: Cluster) -> tuple[float, float]:
     trained = int(tally.trained * (shard if run.parallel.zero else 1))
     places = held_by_place(run, trained, shard)
     ranks = min(cluster.per_node, cluster.ranks)
-    host = sum(places.get("cpu", {}).values()) * ranks + PROCESS * ranks + tally.kept * ranks
+    host = sum(places.get("cpu", {}).values()) * ranks + PROCESS * ranks
+    if run.offload.activations != "none":
+        host += tally.kept * ranks
     return host, sum(places.get("disk", {}).values()) * ranks
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+
 
 from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError
@@ -16,11 +16,13 @@ from shardwise.plan.quick import Quick, Strategy, profile, sizes_of
 from shardwise.plan.sketch import Sketched, sketch, sketch_all
 from shardwise.plan.strategies import applied, enumerate_strategies, legal
 
-SKETCHED = 4  # strategies that get a sketch, unless told otherwise
+AT_ONCE = 2  # strategies that are sketched before the clock is looked at
+BUDGET = 5.0  # seconds for sketches; once something fits, no more are begun after it
+ROUGH = 6  # further strategies that are told with their rough scores
+MOST = 16  # strategies that are sketched at all
 NEARLY = 1.02  # the rough score is trusted this far: what it puts a little above the memory is looked at too
 TINY = 0.03  # a faster strategy must win this much over a simpler one
 
-Aim = Literal["time", "cost"]
 Say = Callable[[str], None]
 
 
@@ -45,7 +47,7 @@ class Plan:
     fitting: int  # by the rough score
     refused: dict[str, str] = field(default_factory=dict)  # strategies that the code cannot do, with the reason
     quick: Quick | None = field(default=None, repr=False)
-    asked: Estimate | None = None  # what the run itself says
+    rough: list[Strategy] = field(default_factory=list)  # the next ones, by the rough score alone
 
     @property
     def best(self) -> Option | None:
@@ -57,10 +59,14 @@ def search(
     run: Run,
     cluster: Cluster,
     say: Say = lambda _: None,
-    most: int = SKETCHED,
+    budget: float = BUDGET,
     pick: Callable[[Strategy], bool] = lambda _: True,
+    last_resort: bool = True,
 ) -> Plan:
-    """Ranks by time (on a given cluster the cheapest is the fastest). `run` is resolved for the cluster's ranks."""
+    """Ranks by time (on a given cluster the cheapest is the fastest). `run` is resolved for the cluster's ranks.
+
+    Where nothing fits, states leave the device; without `last_resort` that is only scored roughly.
+    """
     say("looking at one block")
     plain = _plain(run)
     quick = Quick(profile(sizes_of(source), sketch(source, plain, 1), plain, _one(cluster)), run, cluster)
@@ -76,16 +82,20 @@ def search(
             if pick(strategy) and small and (not offload or quick.host(strategy) <= cluster.host_memory):
                 fitting += 1
                 scored.append((quick.seconds(strategy), _simplicity(strategy), strategy))
-        for wave in _waves(scored, source, run, cluster, refused, most):
+        ranked = _ranked(scored)
+        begun = time.perf_counter()
+        for wave in _waves(ranked, source, run, cluster, refused) if last_resort or not offload else ():
             say(f"{considered:,} strategies looked at, sketching {', '.join(s.name() for s, _ in wave[:3])}")
             for option in _sketched(source, cluster, wave, refused):
                 (found if option.estimate.fits else too_large).append(option)
-            if found:
+            if found and time.perf_counter() - begun > (budget / 3 if offload else budget):  # a makeshift anyway
                 break
         if found:
             break
     found.sort(key=lambda o: o.estimate.time.seconds * (1 + TINY * _simplicity(o.strategy) / 10))
-    return Plan(source, run, cluster, found, too_large, considered, fitting, refused, quick)
+    seen = {option.strategy.family() for option in (*found, *too_large)}
+    rough = [s for s in ranked if s.family() not in seen and s.name() not in refused][:ROUGH]
+    return Plan(source, run, cluster, found, too_large, considered, fitting, refused, quick, rough)
 
 
 def _plain(run: Run) -> Run:
@@ -108,37 +118,34 @@ def _simplicity(strategy: Strategy) -> int:
     return 3 * axes + more + 5 * (strategy.offload != "none") + 5 * (strategy.offload_parameters != "none")
 
 
-def _waves(
-    scored: list[tuple[float, int, Strategy]], source: ModelSource, run: Run, cluster: Cluster, refused: dict[str, str],
-    most: int,
-) -> Any:  # fmt: skip
-    """The best of each family, by waves: a further one is only needed where none of the last fitted."""
+def _ranked(scored: list[tuple[float, int, Strategy]]) -> list[Strategy]:
+    """The best of each family first, by their scores, with the second best of the leading ones in between."""
     best: dict[tuple[object, ...], tuple[float, int, Strategy]] = {}
     rest: list[tuple[float, int, Strategy]] = []
-    for one in scored:
-        key = one[2].family()
-        if key not in best or one[:2] < best[key][:2]:
-            if key in best:
-                rest.append(best[key])
-            best[key] = one
-        else:
+    for one in sorted(scored, key=lambda one: one[:2]):
+        if one[2].family() in best:
             rest.append(one)
-    ranked = heapq.nsmallest(60, best.values(), key=lambda one: one[:2])
-    second = heapq.nsmallest(40, rest, key=lambda one: one[:2])
+        else:
+            best[one[2].family()] = one
+    first, second = [s for _, _, s in best.values()], [s for _, _, s in rest]
+    return [*first[:3], *second[:2], *first[3:40], *second[2:20]]
+
+
+def _waves(
+    ranked: list[Strategy], source: ModelSource, run: Run, cluster: Cluster, refused: dict[str, str]
+) -> Iterator[list[tuple[Strategy, Run]]]:
+    """A few at a time, those left out that cannot be."""
     wave: list[tuple[Strategy, Run]] = []
-    waves = 0
-    for _, _, strategy in [*ranked[:most], *second[: most // 2], *ranked[most:], *second[most // 2 :]]:
+    for strategy in ranked[:MOST]:
         wanted = applied(run, strategy)
         problem = legal(wanted, source.config, cluster.ranks)
         if problem is not None:
             refused.setdefault(strategy.name(), problem)
             continue
         wave.append((strategy, wanted))
-        if len(wave) == most:
+        if len(wave) == AT_ONCE:
             yield wave
-            wave, waves = [], waves + 1
-            if waves == 4:
-                return
+            wave = []
     if wave:
         yield wave
 
@@ -183,7 +190,9 @@ class Sketches:
         return f"{ranks} {run.model_dump_json(exclude={'output', 'log', 'checkpoint'})}"
 
 
-def cheapest(source: ModelSource, run: Run, gpus: list[tuple[str, int, int]], tokens: float) -> list[tuple[float, Plan]]:
+def cheapest(
+    source: ModelSource, run: Run, gpus: list[tuple[str, int, int]], tokens: float
+) -> list[tuple[float, Plan]]:
     """Plans for several clusters (device, nodes, devices per node) by what the whole run costs on each."""
     found = []
     for name, nodes, per_node in gpus:

@@ -45,9 +45,7 @@ def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Ske
     return found
 
 
-def sketch_all(
-    source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int = 1
-) -> list[Sketched | Exception]:
+def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int = 1) -> list[Sketched | Exception]:
     """Sketches of several runs (with their ranks), as many at once as there are cores; or what went wrong."""
     depths, whole = sketch_depths(source.config)
     calls = [(source, run, ranks, layers, whole, documents) for run, ranks in runs for layers in reversed(depths)]

@@ -27,7 +27,9 @@ def enumerate_strategies(config: Any, run: Run, cluster: Cluster, offload: bool 
     ranks, per_node = cluster.ranks, cluster.per_node
     fine = run.method.type != "full"
     tensors = [n for n in (1, 2, 4, 8) if n <= per_node and ranks % n == 0 and (n == 1 or _divides(n, heads, groups))]
-    contexts = [n for n in (1, 2, 4, 8, 16) if n == 1 or (run.data.sequence_length >= LONG and not config.is_encoder_decoder)]
+    contexts = [
+        n for n in (1, 2, 4, 8, 16) if n == 1 or (run.data.sequence_length >= LONG and not config.is_encoder_decoder)
+    ]
     stages = [n for n in divisors_of(ranks) if n <= min(layers or 1, MOST_STAGES) and (n == 1 or n & (n - 1) == 0)]
     spread = [n for n in (1, 2, 4, 8, 16, 32, 64) if n == 1 or (experts and experts % n == 0)]
     if offload or ranks == 1:
@@ -61,7 +63,9 @@ def _divides(size: int, heads: int | None, groups: int | None) -> bool:
     return bool(heads) and heads % size == 0 and (not groups or groups % size == 0 or size % groups == 0)  # type: ignore[operator]
 
 
-def _shardings(spread: int, near: int, nodes: int, inner: int, offload: bool) -> Iterator[tuple[int, int | None, int | None]]:
+def _shardings(
+    spread: int, near: int, nodes: int, inner: int, offload: bool
+) -> Iterator[tuple[int, int | None, int | None]]:
     """Stage, hybrid group and hpZ's second copy; `near` of the ranks are in one node."""
     if spread == 1:
         yield 2, None, None  # one rank has nothing to divide: the default

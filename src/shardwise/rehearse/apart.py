@@ -5,6 +5,7 @@ Process groups and what DTensor remembers of them outlive a rehearsal: the next 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ def _outcome(connection: Any, process: Any) -> Any:
 
 def _call(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # those of the parent are not here
+    gc.disable()  # a tenth of the time, and a process of seconds has little to collect
     try:
         connection.send(("result", function(*args)))
     except UserError as error:

@@ -1,0 +1,249 @@
+"""`shardwise plan`: what fits, how long it takes, what it costs, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.config.load import load_run
+from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
+from shardwise.config.schema import Model, Run
+from shardwise.config.units import parse_number
+from shardwise.errors import UserError
+from shardwise.models.source import ModelSource
+from shardwise.plan.explain import guidelines, headline, reasons, told
+from shardwise.plan.hardware import Cluster, cluster_of, this_machine
+from shardwise.plan.models import find_config, hub_name
+from shardwise.plan.result import as_dict
+from shardwise.plan.search import BUDGET, Plan, search
+from shardwise.train.describe import human
+
+LENGTH = 4096
+THOROUGH = 60.0  # seconds for sketches
+ADAPTERS = ("lora", "qlora")  # tried where full fine-tuning does not fit and no method was asked for
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line said."""
+
+    what: str
+    overrides: list[str]
+    nodes: int
+    gpus: int | None
+    gpu: str | None
+    network: str | None
+    price: float | None
+    memory: float | None  # GB of each device
+    tokens: str | None
+    method: str | None
+    thorough: bool
+
+
+def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool) -> int:
+    """Plans and prints; 0 if something fits, else 1."""
+    console = Console(highlight=False, stderr=as_json)
+    cluster = _cluster(asked)
+    values, is_file = _values(asked)
+    tokens = _tokens(asked.tokens)
+    budget = THOROUGH if asked.thorough else BUDGET
+    plans: list[Plan] = []
+    with console.status("") as status:
+        methods = _methods(asked, values, is_file)
+        for method in methods:
+            run, source = _resolved(values, method, cluster)
+            plans.append(search(source, run, cluster, status.update, budget, last_resort=len(methods) == 1))
+            best = plans[-1].best
+            if best is not None:
+                break
+        else:
+            if len(methods) > 1:
+                run, source = _resolved(values, methods[0], cluster)
+                plans.append(search(source, run, cluster, status.update, budget))
+    chosen = next((p for p in reversed(plans) if p.best is not None), plans[-1])
+    if as_json:
+        print(json.dumps(as_dict(chosen, tokens), indent=1))
+    else:
+        for plan in plans:
+            show(plan, console, tokens, short=plan is not chosen)
+    if html is not None:
+        from shardwise.plan.report import write_report
+
+        with console.status("writing the report"):
+            write_report(chosen, tokens, html)
+        console.print(f"the report is {html}")
+    if write is not None and chosen.best is not None:
+        write.write_text(run_yaml(chosen, values, is_file))
+        console.print(f"{write}: check the data, then run `shardwise train {write}`")
+    return 0 if chosen.best is not None else 1
+
+
+def _cluster(asked: Asked) -> Cluster:
+    memory = None if asked.memory is None else int(asked.memory * 1e9)
+    if asked.gpu is None:
+        here = this_machine()
+        if here.device.kind == "cpu" and (asked.nodes > 1 or asked.gpus):
+            raise UserError(
+                "--gpu", None, "which GPU is meant is not known here", "add e.g. --gpu h100 or --gpu rtx-4090"
+            )
+        if asked.nodes == 1 and not asked.gpus:
+            return here
+        return cluster_of(here.device.name, asked.nodes, asked.gpus, asked.network, asked.price, memory)
+    gpus = asked.gpus or (1 if asked.nodes == 1 else None)
+    return cluster_of(asked.gpu, asked.nodes, gpus, asked.network, asked.price, memory)
+
+
+def _values(asked: Asked) -> tuple[dict[str, Any], bool]:
+    """What the run says, from a file or about a model that is only named."""
+    path = Path(asked.what)
+    if path.suffix in (".yaml", ".yml"):
+        loaded = load_run(path, asked.overrides)
+        return loaded.run.model_dump(exclude_unset=True), True
+    values: dict[str, Any] = {"model": {"name": asked.what}, "data": {"train": "data.jsonl"}}
+    loaded = load_run(values, asked.overrides)
+    return loaded.run.model_dump(exclude_unset=True), False
+
+
+def _methods(asked: Asked, values: dict[str, Any], is_file: bool) -> list[str | None]:
+    if asked.method is not None:
+        return [asked.method]
+    return [None] if is_file or "method" in values else [None, *ADAPTERS]
+
+
+def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> tuple[Run, ModelSource]:
+    """The run for this cluster, before any strategy; of a model that is only named, with usual sizes."""
+    values = json.loads(json.dumps(values, default=str))
+    if method is not None:
+        values["method"] = {"type": method}
+    source = find_config(Model.model_validate(values["model"]))
+    data, train = values.setdefault("data", {}), values.setdefault("train", {})
+    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or LENGTH
+    data.setdefault("sequence_length", min(LENGTH, limit))
+    train.setdefault("batch_size", max(32, 2 * cluster.ranks))
+    train["micro_batch_size"] = 1
+    train.setdefault("steps", 1000)
+    train.pop("epochs", None)
+    values.pop("parallel", None)
+    values.pop("ranks", None)
+    values["device"] = "cpu" if cluster.device.kind == "cpu" else "cuda"
+    run = Run.model_validate(values)
+    machine = Machine(0 if run.device == "cpu" else cluster.per_node, "bf16" in cluster.device.peak, cluster.ranks)
+    batch = run.train.batch_size
+    if batch % cluster.ranks:  # strategies with fewer data ranks may still divide it
+        run = run.model_copy(update={"parallel": run.parallel})
+    result = resolve_machine(
+        run.model_copy(update={"train": run.train.model_copy(update={"batch_size": cluster.ranks})}), machine
+    )
+    source = find_config(result.run.model, task_wanted(result.run))
+    resolve_objective(result, source.task)
+    resolve_model(result, source.config)
+    final = result.run
+    return final.model_copy(update={"train": final.train.model_copy(update={"batch_size": batch})}), source
+
+
+def _tokens(text: str | None) -> float | None:
+    if text is None:
+        return None
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    try:
+        return float(text[:-1]) * scale[text[-1].lower()] if text[-1].lower() in scale else float(parse_number(text))
+    except (ValueError, IndexError):
+        raise UserError("--tokens", text, "is no number", "write e.g. 500M or 15T") from None
+
+
+def show(plan: Plan, console: Console, tokens: float | None, short: bool = False) -> None:
+    """Tables and sentences."""
+    cluster, run = plan.cluster, plan.run
+    sizes = plan.quick.of.sizes if plan.quick is not None else None
+    count = f"{(sizes.block * sizes.layers + sizes.rest) / 1e9:.2f}B parameters" if sizes else ""
+    machine = (
+        f"{cluster.nodes} × {cluster.per_node} × {cluster.device.name}" if cluster.ranks > 1 else cluster.device.name
+    )
+    console.print(
+        f"\n[bold]{plan.source.label}[/bold] ({count}), {run.method.type}, on [bold]{machine}[/bold]: "
+        f"{run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step, {run.precision}"
+    )
+    if plan.best is None or short:
+        for line in (
+            reasons(plan) if plan.best is None else [f"{told(plan.best.strategy)}: {headline(plan.best.estimate)}"]
+        ):
+            console.print(f"  {line}")
+        return
+    console.print(f"[bold green]{told(plan.best.strategy)}[/bold green]: {headline(plan.best.estimate)}")
+    if tokens:
+        console.print(f"  {_whole(plan, tokens)}")
+    console.print()
+    for line in reasons(plan):
+        console.print(f"  • {line}")
+    console.print(_table(plan, tokens))
+    for rule, here, agrees in guidelines(plan):
+        console.print(f"  [{'green' if agrees else 'yellow'}]{'✓' if agrees else '≠'}[/] {rule}: {here}")
+    console.print(
+        f"  [dim]{plan.considered:,} strategies looked at, "
+        f"{len(plan.options) + len(plan.too_large)} of them rehearsed in part; ≈ is a rough score[/dim]"
+    )
+
+
+def _whole(plan: Plan, tokens: float) -> str:
+    assert plan.best is not None
+    found = plan.best.estimate
+    hours, cost = found.hours(tokens), found.cost(tokens)
+    days = f"{hours:.1f} hours" if hours < 72 else f"{hours / 24:.1f} days"
+    price = f", {cost:,.0f} USD at {plan.cluster.price:g} per device and hour" if cost is not None else ""
+    return f"{tokens:,.0f} tokens take {days}{price}"
+
+
+def _table(plan: Plan, tokens: float | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    titles = ["strategy", "micro", "recompute", "step", "tokens/s/device", "MFU", "memory", "waits"]
+    titles += ["cost"] if tokens and plan.cluster.price is not None else []
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("strategy", "recompute") else "right")
+    for option in (*plan.options, *plan.too_large):
+        s, found = option.strategy, option.estimate
+        waits = found.time.data_axis + found.time.model_axes + found.time.bubble + found.time.offload
+        size = human(found.peak) if found.spare >= 0 else f"[red]{human(found.peak)}[/red]"
+        row = [s.name(), str(s.micro), "full" if s.recompute else "none", f"{found.time.seconds:.2f} s",
+               f"{found.rate:,.0f}", f"{found.mfu:.0%}", size, f"{waits / found.time.seconds:.0%}"]  # fmt: skip
+        if tokens and plan.cluster.price is not None:
+            row.append(f"{found.cost(tokens):,.0f}")
+        table.add_row(*row)
+    quick = plan.quick
+    for s in plan.rough if quick is not None else []:
+        rate = plan.run.train.batch_size * plan.run.data.sequence_length / quick.seconds(s) / plan.cluster.ranks
+        row = [s.name(), str(s.micro), "full" if s.recompute else "none", f"≈ {quick.seconds(s):.2f} s", f"≈ {rate:,.0f}",
+               "", f"≈ {human(quick.memory(s))}", ""]  # fmt: skip
+        table.add_row(*row, style="dim")
+    return table
+
+
+def run_yaml(plan: Plan, values: dict[str, Any], is_file: bool) -> str:
+    """The RUN.yaml that does it; what the user's own file says is kept."""
+    assert plan.best is not None
+    made: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    if not is_file:
+        made["model"] = hub_name(plan.source.label)
+        made["data"] |= {"sequence_length": plan.run.data.sequence_length}
+    elif list(made.get("model", {})) == ["name"]:
+        made["model"] = made["model"]["name"]
+    if plan.run.method.type != "full" and "method" not in values:
+        made["method"] = plan.run.method.type
+    made.setdefault("train", {})["batch_size"] = plan.run.train.batch_size
+    for name in ("parallel", "offload", "recompute", "ranks"):
+        made.pop(name, None)
+    for path, value in plan.best.strategy.settings().items():
+        *parents, leaf = path.split(".")
+        place = made
+        for part in parents:
+            place = place.setdefault(part, {})
+        place[leaf] = value
+    words = "\n".join(f"# {line}" for line in [headline(plan.best.estimate), *reasons(plan)])
+    cluster = plan.cluster
+    head = f"# Planned for {cluster.nodes} × {cluster.per_node} × {cluster.device.name}."
+    return f"{head}\n{words}\n{yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=120)}"
