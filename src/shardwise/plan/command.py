@@ -134,12 +134,9 @@ def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> t
     values["device"] = "cpu" if cluster.device.kind == "cpu" else "cuda"
     run = Run.model_validate(values)
     machine = Machine(0 if run.device == "cpu" else cluster.per_node, "bf16" in cluster.device.peak, cluster.ranks)
-    batch = run.train.batch_size
-    if batch % cluster.ranks:  # strategies with fewer data ranks may still divide it
-        run = run.model_copy(update={"parallel": run.parallel})
-    result = resolve_machine(
-        run.model_copy(update={"train": run.train.model_copy(update={"batch_size": cluster.ranks})}), machine
-    )
+    batch = run.train.batch_size  # strategies with few data ranks may divide one that all ranks together cannot
+    divided = run.train.model_copy(update={"batch_size": cluster.ranks})
+    result = resolve_machine(run.model_copy(update={"train": divided}), machine)
     source = find_config(result.run.model, task_wanted(result.run))
     resolve_objective(result, source.task)
     resolve_model(result, source.config)
@@ -215,10 +212,12 @@ def _table(plan: Plan, tokens: float | None) -> Table:
             row.append(f"{found.cost(tokens):,.0f}")
         table.add_row(*row)
     quick = plan.quick
-    for s in plan.rough if quick is not None else []:
+    assert quick is not None
+    for s in plan.rough:
         rate = plan.run.train.batch_size * plan.run.data.sequence_length / quick.seconds(s) / plan.cluster.ranks
-        row = [s.name(), str(s.micro), "full" if s.recompute else "none", f"≈ {quick.seconds(s):.2f} s", f"≈ {rate:,.0f}",
-               "", f"≈ {human(quick.memory(s))}", ""]  # fmt: skip
+        again = "full" if s.recompute else "none"
+        row = [s.name(), str(s.micro), again, f"≈ {quick.seconds(s):.2f} s", f"≈ {rate:,.0f}", "",
+               f"≈ {human(quick.memory(s))}", ""]  # fmt: skip
         table.add_row(*row, style="dim")
     return table
 

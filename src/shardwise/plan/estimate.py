@@ -15,8 +15,8 @@ from shardwise.config.schema import Run
 from shardwise.models.source import ModelSource
 from shardwise.parallel.mesh import layout_of
 from shardwise.plan.hardware import Cluster
-from shardwise.plan.quick import PROCESS
 from shardwise.plan.network import seconds as wire_seconds
+from shardwise.plan.quick import PROCESS
 from shardwise.plan.sketch import Sketched, sketch
 from shardwise.plan.time import StepTime, step_time
 from shardwise.rehearse.ledger import WORKSPACE

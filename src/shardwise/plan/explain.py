@@ -42,13 +42,13 @@ def _choices(plan: Plan, best: Option, quick: Quick) -> Iterator[str]:
             f"{_nearest(quick, replace(s, context=1))}."
         )
     if s.expert > 1:
-        yield f"expert {s.expert}: {quick.of.sizes.experts * quick.of.sizes.layers / 1e9:.0f}B of the parameters are experts'."
+        size = quick.of.sizes.experts * quick.of.sizes.layers
+        yield f"expert {s.expert}: {size / 1e9:.0f}B of the parameters are experts'."
     if s.secondary is not None:
         first = bus_bandwidth(cluster.per_node, cluster.nodes, cluster.within, cluster.across)
         yield f"hpZ keeps later gathers within the node: {_rate(cluster.within.bandwidth)} instead of {_rate(first)}."
-    without = replace(s, recompute=False)
     if s.recompute:
-        size = quick.memory(without)
+        size = quick.memory(replace(s, recompute=False))
         yield f"recompute: full, because keeping all activations would take about {human(size)} of {human(device)}."
     else:
         yield f"nothing is computed again: {human(found.spare)} of {human(device)} stay free."
@@ -153,8 +153,8 @@ def guidelines(plan: Plan) -> list[tuple[str, str, bool]]:
     if s.pipeline > 1:
         count = found.micro_batches
         rule = "at least four micro-batches per pipeline stage"
-        rules.append((rule, f"{count} micro-batches for {s.pipeline} stages: {found.time.bubble / found.time.seconds:.0%} idle",
-                      count >= 4 * s.pipeline))  # fmt: skip
+        idle = found.time.bubble / found.time.seconds
+        rules.append((rule, f"{count} for {s.pipeline} stages: {idle:.0%} idle", count >= 4 * s.pipeline))
     if quick.of.sizes.block * quick.of.sizes.layers < 1e9 and s.tensor > 1:
         rules.append(("small models need no tensor parallelism", f"tensor {s.tensor}", False))
     batch = plan.run.train.batch_size

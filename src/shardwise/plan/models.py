@@ -1,4 +1,4 @@
-"""The config of a model that is to be planned for: by a name of `models.yaml`, a folder, or from the hub; no weights."""
+"""The config of a model that is planned for: by a name of `models.yaml`, a folder, or from the hub; no weights."""
 
 from __future__ import annotations
 

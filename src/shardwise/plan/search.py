@@ -1,11 +1,10 @@
-"""The best ways to run a model on a cluster: all are scored roughly, the best few are sketched, and those are ranked."""
+"""The best ways to run a model on a cluster: all are scored roughly, the best few are sketched and ranked."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-
 
 from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError

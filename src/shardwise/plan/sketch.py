@@ -1,4 +1,4 @@
-"""A run's step at its real widths but with few of its layers, rehearsed twice and scaled to all of them: a second or two.
+"""A run's step at its real widths but with few of its layers, rehearsed twice and scaled to all: a second or two.
 
 See rehearse/tally.py for why this is exact where layers are alike. A pipeline is sketched as one stage's ranks without
 it; `estimate.py` puts the stages together.
@@ -34,7 +34,8 @@ class Sketched:
         if len(self.tallies) == 1:
             only = self.tallies[0]
             return only if wanted == only.layers else replace(only, layers=wanted)
-        return scaled(*self.tallies, wanted)
+        few, more = self.tallies
+        return scaled(few, more, wanted)
 
 
 def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Sketched:

@@ -1,14 +1,15 @@
 """How long a step takes on a cluster: a roofline over its operators, its collectives, and what of them is hidden.
 
-[Note: kernels] Each operator takes the longer of its arithmetic and its traffic, at rates of the hardware table and with
-what keeps kernels below them: matrix products with a short side or an odd one, attention with small heads, kernels that
-compiling joins. The host has to ask for each of them; where it is slower than the device, the device waits. The factors
-below were fitted to the odd-numbered runs of `benchmarks/foresight.py` on an H200, and are judged by the even ones
-(docs/foresight.md).
+[Note: kernels] Each operator takes the longer of its arithmetic and its traffic, at rates of the hardware table and
+with what keeps kernels below them: matrix products with a short side or an odd one, attention with small heads, kernels
+that compiling joins. The host has to ask for each of them; where it is slower than the device, the device waits. The
+factors below were fitted to the odd-numbered runs of `benchmarks/foresight.py` on an H200, and are judged by the even
+ones (docs/planning.md).
 
 [Note: hidden] Gathers and reductions of ZeRO go on beside the computation: a pass takes the longer of the two, plus the
-first gather (forward) or the last reduction (backward), for which there is nothing to do meanwhile, plus a part of
-what is hidden, because it takes units and bandwidth from the computation. What passes between ranks along tensor, context and expert axes is waited for.
+first gather (forward) or the last reduction (backward), for which there is nothing to do meanwhile, plus a part of what
+is hidden, because it takes units and bandwidth from the computation. What passes between ranks along tensor, context
+and expert axes is waited for.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Blocks of a model are alike, so whatever a step needs grows in a line with their
 not: it is the largest of several lines, one for each stretch of the step (the forward of the first block, the loss, the
 backward of the last block, the update, …). Each stretch is followed by itself, from two rehearsals of few layers, and
 the largest is taken at the number of layers that the model has. Stretches in the middle lie between those of the first
-and the last block, but for what neighbours add (FSDP gathers one ahead and reduces one behind): that is seen on a middle
-block, and added to both ends.
+and the last block, but for what neighbours add (FSDP gathers one ahead and reduces one behind): that is seen on a
+middle block, and added to both ends.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def tally_of(result: Rehearsal, layers: int) -> Tally:
     allocator = replayed(tracker)
     each, once = _apart(tracker)
     calls = {name: count / result.micro_batches for name, count in tracker.calls.items()}
+    held = {category: float(size) for category, size in result.held.items()}
     return Tally(
-        layers, result.micro_batches, {k: float(v) for k, v in result.held.items()}, _segments(tracker, head_of(tracker)),
+        layers, result.micro_batches, held, _segments(tracker, head_of(tracker)),
         float(allocator.most_reserved), _trained(tracker.model), float(tracker.to_host), calls,
         _only(each, Work), _only(once, Work), _only(each, tuple), _only(once, tuple),
     )  # fmt: skip
