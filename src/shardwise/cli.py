@@ -45,6 +45,7 @@ def train(
     run_file: RunFile,
     overrides: Overrides = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the plan.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start it even if it is not foreseen to fit.")] = False,
 ) -> None:
     """Train: plans, starts the ranks, watches them, and hands over a Hugging Face folder.
 
@@ -56,7 +57,7 @@ def train(
     main_rank = int(os.environ.get("RANK", 0)) == 0
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
-    trainer = Trainer(run_file, *(overrides or ()))
+    trainer = Trainer(run_file, *(overrides or ()), force=force)
     job = trainer.prepare(say)
     if loud:
         print_account(trainer.loaded.account, job.run)

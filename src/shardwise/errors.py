@@ -53,6 +53,10 @@ class RunFailed(Exception):
     exit_code = 1
 
 
+class OutOfMemory(RunFailed):
+    """A device had no memory left."""
+
+
 class Interrupted(Exception):
     """The run was asked to stop (Ctrl-C or SIGTERM), saved its state and left."""
 

@@ -6,17 +6,24 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from shardwise.config.load import load_run
+from shardwise.config.resolve import world_size
 from shardwise.config.schema import Run
 from shardwise.data.mixing import all_names
-from shardwise.errors import Interrupted, UserError
+from shardwise.errors import Interrupted, OutOfMemory, RunFailed, UserError
+from shardwise.models.source import ModelSource
 from shardwise.observe.tokenising import TokenisingProgress
 from shardwise.train.job import Job, prepare_job
+
+if TYPE_CHECKING:
+    from shardwise.adapters.apply import Adapted
+    from shardwise.plan.gate import Prediction
 
 
 @dataclass(frozen=True)
@@ -30,17 +37,21 @@ class Result:
     metrics: list[dict[str, Any]]
     check: str | None = None  # what comparing the exported folder with the trained model said
     exported: str | None = None  # the checkpoint that the model is of
+    foresight: str | None = None  # what was measured beside what was predicted
 
 
 class Trainer:
     """Trains what a run describes: `Trainer("run.yaml").fit()`.
 
     `run` is a path, a dict, or a Run; overrides are "key.path=value". Ranks are started as the run says, also from a
-    notebook; under torchrun the current process is one of them.
+    notebook; under torchrun the current process is one of them. With `force`, a run that is not foreseen to fit is
+    tried all the same.
     """
 
-    def __init__(self, run: str | Path | dict[str, Any] | Run, *overrides: str) -> None:
+    def __init__(self, run: str | Path | dict[str, Any] | Run, *overrides: str, force: bool = False) -> None:
         self.loaded = load_run(run, overrides)
+        self.prediction: Prediction | None = None
+        self._force = force
         self._job: Job | None = None
         self._folder = _SoleUser(Path(self.loaded.run.output).expanduser())
 
@@ -55,7 +66,7 @@ class Trainer:
             try:
                 with TokenisingProgress(all_names(self.loaded.run.data)) as bars:
                     tell = bars.update if os.environ.get("RANK", "0") == "0" else None
-                    self._job = prepare_job(self.loaded, say, tell)
+                    self._job = prepare_job(self.loaded, say, tell, partial(self._gate, say))
                 if self._job.run.parallel.beyond_data and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                     from shardwise.parallel.check import check_axes
 
@@ -65,10 +76,23 @@ class Trainer:
                 raise
         return self._job
 
+    def _gate(self, say: Callable[[str], None], source: ModelSource, run: Run, adapted: Adapted) -> Run:
+        """Predicts the run, once it is known what will be trained."""
+        from shardwise.plan.gate import check_fits
+
+        ranks, smaller = world_size(run), self.loaded.run.train.micro_batch_size == "auto"
+        sizes = (adapted.trainable, adapted.frozen_bytes)
+        self.prediction, run = check_fits(source, run, ranks, *sizes, self._force, smaller, say)
+        return run
+
     def fit(self, say: Callable[[str], None] = lambda _: None) -> Result:
         """Trains to the end and returns where the model lies; raises if the run fails or is stopped."""
         job = self.prepare(say)
         self._folder.claim()
+        if self.prediction is not None:
+            from shardwise.plan.gate import keep
+
+            keep(self.prediction, job.output)
         try:
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 self._fit_here(job, say)
@@ -77,6 +101,10 @@ class Trainer:
 
                 launch(job)
             return self._result(job)
+        except OutOfMemory as error:
+            from shardwise.plan.gate import after_shortage
+
+            raise RunFailed(after_shortage(str(error), job.source, job.run, self.prediction)) from None
         finally:
             self._folder.release()
 
@@ -107,6 +135,7 @@ class Trainer:
             read_metrics(job.output / "metrics.jsonl"),
             summary.get("check"),
             summary.get("exported"),
+            summary.get("foresight"),
         )
 
 

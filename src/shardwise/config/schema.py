@@ -358,6 +358,7 @@ LEAST_BUCKET = 1 << 10
 class Parallel(Section):
     """How the model and its states are spread over the ranks."""
 
+    auto: bool = Field(default=False, description="let the planner choose all of it (short: parallel: auto)")
     zero: Whole = Field(
         default=2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters"
     )
@@ -501,6 +502,10 @@ class Log(Section):
     csv: str | None = Field(default=None, description="folder for one CSV file per figure, beside metrics.jsonl")
 
 
+def _parallel(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
+
+
 class Run(Section):
     """A run, described."""
 
@@ -518,14 +523,16 @@ class Run(Section):
     )
     freeze: Patterns = Field(default=(), description="parameters that stay as they are, by name, * for any part")
     train: Train = Field(default=Train(), description="how to learn")
-    parallel: Parallel = Field(default=Parallel(), description="how the model is spread over the ranks")
+    parallel: Annotated[Parallel, BeforeValidator(_parallel, json_schema_input_type=Literal["auto"] | Parallel)] = (
+        Field(default=Parallel(), description="how the model is spread over the ranks: settings, or auto = as planned")
+    )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
         description="compute type; master weights are fp32. auto = bf16 on a GPU that has it, fp32 on a CPU",
     )
     loss_scale: LossScale = Field(default=LossScale(), description="loss scaling; for precision: fp16 alone")
-    recompute: Literal["none", "full"] = Field(
-        default="none", description="full = keep only block inputs, compute the rest again"
+    recompute: Literal["auto", "none", "full"] = Field(
+        default="none", description="full = keep only block inputs, compute the rest again; auto = if it must be"
     )
     attention: Literal["auto", "plain"] = Field(
         default="auto",

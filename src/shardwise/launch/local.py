@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardwise.errors import Interrupted, RunFailed, UserError
+from shardwise.errors import Interrupted, OutOfMemory, RunFailed, UserError
 from shardwise.launch.cpu import cpu_env, usable_cores
 from shardwise.train.job import Job, write_job
 from shardwise.train.status import read_status
@@ -140,6 +140,7 @@ def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
     waited = any(word in note["reason"] for note in notes.values() for word in TIMED_OUT)
     silent = [rank for rank, code in enumerate(codes) if code is None]
     first = [n for n in notes.values() if not any(word in n["reason"] for word in LOST_PEER)] or list(notes.values())
+    kind: type[RunFailed] = RunFailed
     if killed:
         rank, number = killed[0], -(codes[killed[0]] or 0)
         step, doing = read_status(logs / f"rank-{rank}.status")
@@ -151,11 +152,12 @@ def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
     elif first:
         note = min(first, key=lambda n: n["time"])
         rank, step, doing, reason = note["rank"], note["step"], note["doing"], note["reason"]
+        kind = OutOfMemory if note.get("memory") else RunFailed
     else:
         rank = next(r for r, code in enumerate(codes) if code not in (0, None))
         step, doing = read_status(logs / f"rank-{rank}.status")
         reason = f"it ended with exit code {codes[rank]}"
-    return RunFailed(
+    return kind(
         f"rank {rank} failed at step {step} while {doing}: {reason}\n"
         f"  log: {logs / f'rank-{rank}.log'}\n"
         f"  → {_how_to_go_on(job)}"

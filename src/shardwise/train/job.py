@@ -102,8 +102,19 @@ class Job:
         return make_loader(streams, data, self.run.train.seed, self.layout, 1.0)
 
 
-def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Job:
-    """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache."""
+Gate = Callable[[ModelSource, Run, "Adapted"], Run]
+
+
+def prepare_job(
+    loaded: LoadedRun,
+    say: Callable[[str], None] = lambda _: None,
+    tell: Tell | None = None,
+    gate: Gate = lambda source, run, adapted: run,
+) -> Job:
+    """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache.
+
+    `gate` is asked once the model is known and before the data are read: it may refuse the run, or make it smaller.
+    """
     from shardwise.adapters.apply import apply_method
     from shardwise.models.build import build_on_meta
     from shardwise.models.frozen import readable
@@ -112,7 +123,14 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
     from shardwise.zero.disk import check_disk
     from shardwise.zero.policy import disk_bytes
 
+    answers: dict[str, str] = {}
+    if loaded.run.parallel.auto or loaded.run.recompute == "auto":
+        from shardwise.plan.auto import answered
+
+        planned = answered(loaded.run, say)
+        loaded, answers = replace(loaded, run=planned.run), planned.reasons
     result = resolve_machine(loaded.run)
+    result.reasons |= answers
     check_output(result.run)
     say("finding the model")
     source = find_model(result.run.model, say, task_wanted(result.run))
@@ -126,6 +144,8 @@ def prepare_job(loaded: LoadedRun, say: Callable[[str], None] = lambda _: None, 
         say(listed(new))
     adapted = apply_method(model, result.run, source.weights)
     check_room(result.run, adapted.trainable, adapted.frozen)
+    if (fitting := gate(source, result.run, adapted)) is not result.run:
+        result.put("train.micro_batch_size", fitting.train.micro_batch_size, "the largest that fits")
     vocabulary = model.get_input_embeddings().num_embeddings
     teacher = find_teacher(result.run, tokenizer, vocabulary, say)
     purpose = purpose_of(result.run)

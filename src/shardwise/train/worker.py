@@ -19,11 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from shardwise.errors import RunFailed, UserError
+from shardwise.errors import OutOfMemory, RunFailed, UserError
 
 if TYPE_CHECKING:
     from shardwise.train.job import Job
     from shardwise.train.loop import Outcome
+    from shardwise.train.setup import Parts
     from shardwise.train.status import Status
 
 
@@ -34,6 +35,7 @@ def logs_of(output: Path) -> Path:
 
 def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: None) -> Outcome:
     """Trains as the rank that the environment describes."""
+    import torch
     import torch.distributed as dist
 
     from shardwise.parallel.mesh import init_world
@@ -43,10 +45,30 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
 
     status.set("meeting the other ranks")
     world = init_world(job.run)
+    parts: Parts | None = None
     with DiskFolder(job.offload_folder, world.rank, world.size) as disk:
-        outcome = fit(build_parts(job, world, status, say if world.is_main else lambda _: None, disk))
+        try:
+            parts = build_parts(job, world, status, say if world.is_main else lambda _: None, disk)
+            outcome = fit(parts)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(_shortage(error, job, parts)) from error
     dist.destroy_process_group()
     return outcome
+
+
+def _shortage(error: Exception, job: Job, parts: Parts | None) -> str:
+    """What was there when a device ran full, beside what was foreseen."""
+    import torch
+
+    from shardwise.plan.gate import explain_shortage
+    from shardwise.zero.account import held_bytes
+
+    words = f"the device has no memory left ({str(error).splitlines()[0][:120]})"
+    if parts is None:
+        return words
+    held = held_bytes(parts.sharded, parts.optimizer)
+    more = explain_shortage(job.output, held, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    return f"{words}\n    {more}" if more else words
 
 
 def main(job_file: Path, parent: int) -> NoReturn:
@@ -83,7 +105,7 @@ def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, o
     kind = "user" if isinstance(error, UserError) else "run" if known else "bug"
     rank = getattr(error, "rank", rank)  # all ranks know of a failed save, but one is to blame
     note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": reason}
-    return note | {"time": time.time()}
+    return note | {"time": time.time(), "memory": isinstance(error, OutOfMemory)}
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,0 +1,88 @@
+"""Answers `parallel: auto` and `recompute: auto` for the machine at hand, with the reasons that are printed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from shardwise.config.resolve import (
+    Machine,
+    Resolution,
+    resolve_machine,
+    resolve_model,
+    resolve_objective,
+    task_wanted,
+    this_machine,
+)
+from shardwise.config.schema import Parallel, Run
+from shardwise.errors import UserError
+from shardwise.plan.explain import headline, reasons, told
+from shardwise.plan.gate import cluster_here
+from shardwise.plan.models import find_config
+from shardwise.plan.quick import Strategy
+from shardwise.plan.search import search
+
+
+def asks(run: Run) -> bool:
+    """Whether a run leaves something to the planner."""
+    return run.parallel.auto or run.recompute == "auto"
+
+
+def answered(run: Run, say: Callable[[str], None]) -> Resolution:
+    """The run with the best settings that fit here; micro-batch and recomputation that it names are kept.
+
+    Every rank under torchrun comes to the same answer: nothing here depends on the clock.
+    """
+    plain = _plain(run)
+    here = this_machine()
+    settled = resolve_machine(plain, None if "WORLD_SIZE" in os.environ else Machine(here.gpus, here.bf16))
+    ranks = int(os.environ.get("WORLD_SIZE", settled.run.ranks))
+    source = find_config(plain.model, task_wanted(plain))
+    resolve_objective(settled, source.task)
+    resolve_model(settled, source.config)
+    cluster = cluster_here(settled.run, ranks)
+    if cluster is None:
+        problem = "this machine's GPU is not in the hardware table"
+        raise UserError("parallel", "auto", problem, "run `shardwise bench`, or write the settings yourself")
+    parallel, micro, again = run.parallel, run.train.micro_batch_size, run.recompute
+
+    def wanted(s: Strategy) -> bool:
+        return (
+            (micro == "auto" or s.micro == micro)
+            and (again == "auto" or s.recompute == (again == "full"))
+            and (parallel.auto or _same(s, parallel))
+        )
+
+    say("planning")
+    plan = search(source, settled.run, cluster, budget=0.0, pick=wanted, last_resort=parallel.auto)
+    if plan.best is None:
+        raise UserError("parallel", "auto", reasons(plan)[0], "see `shardwise plan`, or use more or larger devices")
+    result = Resolution(run)
+    values = run.model_dump()
+    for path, value in plan.best.strategy.settings().items():
+        *parents, leaf = path.split(".")
+        place = values
+        for part in parents:
+            place = place[part]
+        place[leaf] = value
+    values["parallel"]["auto"] = False
+    result.run = Run.model_validate(values)
+    why = f"{told(plan.best.strategy)}: {headline(plan.best.estimate)}"
+    result.reasons["parallel" if parallel.auto else "recompute"] = why
+    for line in (why, *reasons(plan)):
+        say(line)
+    return result
+
+
+def _plain(run: Run) -> Run:
+    """The run with nothing left open that the planner answers."""
+    values = run.model_dump()
+    if run.parallel.auto:
+        values["parallel"] = {}
+    values["recompute"] = "none"
+    return Run.model_validate(values)
+
+
+def _same(s: Strategy, parallel: Parallel) -> bool:
+    axes = ("zero", "tensor", "context", "pipeline", "expert")
+    return all(getattr(s, axis) == getattr(parallel, axis) for axis in axes) and s.shard == parallel.shard

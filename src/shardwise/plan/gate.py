@@ -1,0 +1,195 @@
+"""Before a run starts: whether it will fit, and what to change if not. After it: what was foreseen and what came true.
+
+A GPU's run is always predicted. On a CPU a prediction takes as long as a small run: there it is made where the states
+alone come near to the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.schema import Run
+from shardwise.errors import RunFailed, UserError
+from shardwise.models.source import ModelSource
+from shardwise.plan.calibration import Correction, Record, add, correction
+from shardwise.plan.estimate import Estimate, estimate
+from shardwise.plan.hardware import Cluster
+from shardwise.plan.remedies import remedies
+from shardwise.plan.result import estimate_dict
+from shardwise.train.describe import human
+from shardwise.zero.policy import held_by_place
+
+FILE = "prediction.json"
+NEAR = 0.4  # of a CPU's memory, held by all ranks, from which it is worth a closer look
+REHEARSED = ("causal", "seq2seq", "masked")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will take, with the correction that past runs suggest."""
+
+    found: Estimate
+    corrected: Correction
+
+    @property
+    def peak(self) -> float:
+        return self.found.peak * self.corrected.memory
+
+    @property
+    def seconds(self) -> float:
+        return self.found.time.seconds * self.corrected.time
+
+    def told(self) -> str:
+        """In a line."""
+        limit = self.found.cluster.device.memory
+        after = f" (corrected by {self.corrected.runs} earlier runs)" if self.corrected.runs else ""
+        return f"{human(self.peak)} of {human(limit)} per rank, {self.seconds:.3g} s per step{after}"
+
+
+def predict(
+    source: ModelSource, run: Run, ranks: int, trained: int, frozen: int, cluster: Cluster
+) -> Prediction | None:
+    """What a resolved run takes on these ranks; None where that is not known, or not worth the time."""
+    if run.objective == "auto" or run.objective.type not in REHEARSED:
+        return None
+    if cluster.device.kind == "cpu":
+        pieces = run.parallel.pipeline * run.parallel.tensor
+        held = held_by_place(run, trained // pieces, max(1, ranks // pieces), frozen // pieces)
+        local = min(ranks, cluster.per_node)
+        if sum(held.get("device", {}).values()) * local < NEAR * cluster.host_memory:
+            return None
+    try:
+        found = estimate(source, run, cluster)
+    except RunFailed:
+        return None  # a rehearsal that fails is no reason to refuse: the run will say what is wrong
+    return Prediction(found, correction(cluster.device.name))
+
+
+def check_fits(
+    source: ModelSource, run: Run, ranks: int, trained: int, frozen: int, force: bool, smaller: bool,
+    say: Callable[[str], None],
+) -> tuple[Prediction | None, Run]:  # fmt: skip
+    """Refuses a run that will not fit, with remedies; `force` lets it try.
+
+    With `smaller`, the micro-batch was left to us: it is halved until it fits.
+    """
+    cluster = cluster_here(run, ranks)
+    if cluster is None or (os.environ.get("RANK", "0") != "0" and not smaller):
+        return None, run  # the first rank speaks for all
+    made = predict(source, run, ranks, trained, frozen, cluster)
+    while made is not None and smaller and not made.found.fits and int(run.train.micro_batch_size) > 1:
+        less = run.train.model_copy(update={"micro_batch_size": _halved(int(run.train.micro_batch_size))})
+        run = run.model_copy(update={"train": less})
+        made = predict(source, run, ranks, trained, frozen, cluster)
+    if made is None:
+        return None, run
+    say(f"foreseen: {made.told()}")
+    if made.found.fits or force:
+        if not made.found.fits:
+            say("it will probably not fit; going on, as --force says")
+        return made, run
+    raise too_large(source, run, made)
+
+
+def _halved(micro: int) -> int:
+    """The next smaller divisor: a batch that it divided, it divides still."""
+    return next((micro // d for d in range(2, micro + 1) if micro % d == 0), 1)
+
+
+def after_shortage(words: str, source: ModelSource, run: Run, made: Prediction | None) -> str:
+    """The last words of a run whose device ran full, with what to change."""
+    if made is None:
+        return f"{words}\n  → a smaller train.micro_batch_size, recompute=full, or a higher parallel.zero needs less"
+    lines = [one.told(made.found) for one in remedies(source, run, made.found.cluster, made.found)]
+    return "\n    ".join([f"{words}\n  → {lines[0]}", *lines[1:]]) if lines else words
+
+
+def too_large(source: ModelSource, run: Run, made: Prediction) -> UserError:
+    """The refusal, with where the memory goes and what to change."""
+    found, limit = made.found, made.found.cluster.device.memory
+    parts = sorted(found.memory.items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {human(size)}" for name, size in parts[:4] if size)
+    if found.spare < 0:
+        problem = f"will not fit: a rank needs {human(made.peak)} of {human(limit)} ({most})"
+    else:
+        problem = f"will not fit: a host needs {human(found.host)} of {human(found.cluster.host_memory)} of its memory"
+    lines = [one.told(found) for one in remedies(source, run, found.cluster, found)]
+    advice = "\n    ".join(lines) or "use more or larger devices"
+    return UserError("memory", human(made.peak), problem, f"{advice}\n    or --force to try all the same")
+
+
+def cluster_here(run: Run, ranks: int) -> Cluster | None:
+    """This machine for the run's ranks; None where its device is not known."""
+    from shardwise.plan.hardware import this_machine
+
+    try:
+        here = this_machine()
+    except UserError:
+        return None
+    if run.device == "cpu":
+        # Ranks on a CPU share its memory.
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", run.ranks if run.ranks != "auto" else 1))
+        memory = here.host_memory // max(1, local)
+        return replace(here, nodes=max(1, ranks // local), per_node=local, device=replace(here.device, memory=memory))
+    if here.device.kind == "cpu":
+        return None
+    local = int(run.ranks)
+    return replace(here, nodes=max(1, ranks // local), per_node=local)
+
+
+def keep(made: Prediction | None, output: Path) -> None:
+    """Leaves the prediction with the run."""
+    if made is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / FILE).write_text(json.dumps(_plain(made), indent=1))
+
+
+def kept(output: Path) -> dict[str, Any] | None:
+    """The prediction of a run, if it was made."""
+    try:
+        return dict(json.loads((output / FILE).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _plain(made: Prediction) -> dict[str, Any]:
+    device = made.found.cluster.device
+    return estimate_dict(made.found, None) | {
+        "device": device.name, "limit": device.memory, "foreseen_bytes": made.peak, "foreseen_seconds": made.seconds,
+    }  # fmt: skip
+
+
+def compare(output: Path, label: str, peak: float, seconds: float) -> str | None:
+    """Puts what a finished run measured beside its prediction, keeps both for the next, and says how far off it was."""
+    made = kept(output)
+    if made is None or peak <= 0 or seconds <= 0:
+        return None
+    add(Record(made["device"], label, made["peak"], peak, made["step_seconds"], seconds))
+    made |= {"measured_bytes": peak, "measured_seconds": seconds}
+    (output / FILE).write_text(json.dumps(made, indent=1))
+    size, spent = made["foreseen_bytes"] / peak - 1, made["foreseen_seconds"] / seconds - 1
+    return (
+        f"memory {human(peak)}, foreseen {human(made['foreseen_bytes'])} ({size:+.1%}); "
+        f"step {seconds:.3g} s, foreseen {made['foreseen_seconds']:.3g} s ({spent:+.0%})"
+    )
+
+
+def explain_shortage(output: Path, held: dict[str, int], peak: int) -> str | None:
+    """After a device ran out of memory: which part was larger than foreseen."""
+    made = kept(output)
+    if made is None:
+        return None
+    states = ("parameters", "optimizer", "gradients", "frozen")
+    foreseen = {name: made["memory"].get(name, 0) for name in made["memory"]}
+    known = sum(size for name, size in foreseen.items() if name in (*states, "gathered", "quantised base"))
+    here = sum(held.values())
+    rest, told = peak - here, sum(foreseen.values()) - known
+    lines = [f"foreseen were {human(made['foreseen_bytes'])} of {human(made['limit'])}; {human(peak)} were in use"]
+    lines.append(f"states: {human(here)}, foreseen {human(known)}")
+    lines.append(f"activations, buffers and the rest: {human(rest)}, foreseen {human(told)}")
+    return "\n    ".join(lines)

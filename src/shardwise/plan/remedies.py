@@ -1,0 +1,113 @@
+"""What to change where a run does not fit: each change rehearsed, with what it saves and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.config.schema import Run
+from shardwise.errors import RunFailed, UserError
+from shardwise.models.source import ModelSource
+from shardwise.plan.estimate import Estimate, estimate, without_pipeline
+from shardwise.plan.hardware import Cluster
+from shardwise.plan.search import Sketches
+from shardwise.plan.strategies import legal
+from shardwise.train.describe import human
+
+SHOWN = 4
+AT_ONCE, ENOUGH = 4, 2  # changes that are rehearsed together; fitting ones after which no more are looked for
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings by dotted path, what is said of them, and the estimate with them."""
+
+    settings: dict[str, Any]
+    same: bool  # whether what is learned stays as it is
+    found: Estimate
+
+    def told(self, before: Estimate) -> str:
+        """The settings as on the command line, what they save, and what they cost."""
+        words = " ".join(f"{path}={value}" for path, value in self.settings.items())
+        saved = before.peak - self.found.peak
+        slower = self.found.time.seconds / before.time.seconds - 1
+        cost = f"{slower:+.0%} time per step" if abs(slower) >= 0.01 else "no slower"
+        other = "" if self.same else ", trains something else"
+        short = "" if self.found.fits else f", still {human(-self.found.spare)} too much"
+        return f"{words}: saves {human(saved)}, {cost}{other}{short}"
+
+
+def remedies(source: ModelSource, run: Run, cluster: Cluster, before: Estimate) -> list[Remedy]:
+    """Changes that make it fit, those that leave the training as it is first, by time; else what saves most."""
+    known: list[Run] = []
+    tried: list[tuple[dict[str, Any], bool, Run]] = []
+    for settings, same in _changes(run, cluster):
+        changed = _with(run, settings)
+        if changed is not None and changed not in known and legal(changed, source.config, cluster.ranks) is None:
+            known.append(changed)
+            tried.append((settings, same, changed))
+    sketches = Sketches(source)
+    found: list[Remedy] = []
+    while tried and sum(one.found.fits and one.same for one in found) < ENOUGH:
+        now, tried = tried[:AT_ONCE], tried[AT_ONCE:]
+        sketches.make([(without_pipeline(one), cluster.ranks // one.parallel.pipeline) for _, _, one in now])
+        for settings, same, changed in now:
+            try:
+                found.append(Remedy(settings, same, estimate(source, changed, cluster, sketches)))
+            except (RunFailed, UserError):
+                continue
+    fitting = [one for one in found if one.found.fits]
+    if fitting:
+        return sorted(fitting, key=lambda one: (not one.same, one.found.time.seconds, len(one.settings)))[:SHOWN]
+    return sorted(found, key=lambda one: one.found.peak)[:SHOWN]
+
+
+def _changes(run: Run, cluster: Cluster) -> Iterator[tuple[dict[str, Any], bool]]:
+    """One change at a time, then several together."""
+    micro, zero = int(run.train.micro_batch_size), run.parallel.zero
+    less: dict[str, Any] = {"train.micro_batch_size": 1} if micro > 1 else {}
+    again: dict[str, Any] = {"recompute": "full"} if run.recompute == "none" else {}
+    spread = cluster.ranks // (run.parallel.pipeline * run.parallel.tensor)
+    most: dict[str, Any] = {"parallel.zero": 3} if zero < 3 and spread > 1 else {}
+    plain = run.method.type == "full"
+    if micro > 2:
+        yield {"train.micro_batch_size": micro // 2}, True
+    for one in (less, again, most):
+        if one:
+            yield one, True
+    if zero < 2 and spread > 1:
+        yield {"parallel.zero": 2}, True
+    if run.loss == "plain":
+        yield {"loss": "auto"}, True
+    both = less | again
+    for together in (both, both | most):
+        if len(together) > 1:
+            yield together, True
+    if plain and run.offload.optimizer == "none" and not run.parallel.beyond_data:
+        away = {"offload.optimizer": "cpu"}
+        yield away, True
+        yield both | most | away, True
+        yield both | {"parallel.zero": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}, True
+    if plain and run.train.optimizer == "adamw" and not run.parallel.beyond_data:
+        yield both | most | {"train.optimizer": "adamw8bit"}, False
+    if plain:
+        yield both | {"method": "lora"}, False
+    if run.method.type in ("full", "lora"):
+        yield both | {"method": "qlora"}, False
+    if run.data.sequence_length >= 1024:
+        yield both | most | {"data.sequence_length": run.data.sequence_length // 2}, False
+
+
+def _with(run: Run, settings: dict[str, Any]) -> Run | None:
+    values = run.model_dump()
+    for path, value in settings.items():
+        *parents, leaf = path.split(".")
+        place = values
+        for part in parents:
+            place = place[part]
+        place[leaf] = {"type": value} if path == "method" else value
+    try:
+        return Run.model_validate(values)
+    except ValueError:
+        return None

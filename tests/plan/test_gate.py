@@ -1,0 +1,131 @@
+"""The gate before training: what will not fit is refused with remedies that do; and predictions are compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import LLAMA, tiny_run, tokenizer_folder
+
+from shardwise.config.load import load_run
+from shardwise.errors import UserError
+from shardwise.plan import auto, calibration, gate
+from shardwise.plan.calibration import Record
+from shardwise.plan.hardware import Cluster, cluster_of
+from shardwise.rehearse.ledger import WORKSPACE
+from shardwise.trainer import Trainer
+
+DEEP = LLAMA | {"num_hidden_layers": 6, "vocab_size": 515}
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
+    """A GPU with so much memory stands in for the CPU."""
+
+    def here(run: Any, ranks: int) -> Cluster:
+        cluster = cluster_of("h100", 1, ranks)
+        return replace(cluster, device=replace(cluster.device, memory=int(memory)))
+
+    monkeypatch.setattr(gate, "cluster_here", here)
+    monkeypatch.setattr(auto, "cluster_here", here)
+
+
+def a_run(tmp: Path, **changes: Any) -> dict[str, Any]:
+    model = {"config": DEEP, "tokenizer": tokenizer_folder(tmp / "tokenizer")}
+    return tiny_run(tmp, model, train__steps=2, train__batch_size=16, train__micro_batch_size=8, **changes)
+
+
+def prepared(run: dict[str, Any], *overrides: str, force: bool = False) -> tuple[Trainer, list[str]]:
+    said: list[str] = []
+    trainer = Trainer(run, *overrides, force=force)
+    trainer.prepare(said.append)
+    return trainer, said
+
+
+def needs(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> float:
+    limited(monkeypatch, 1e12)
+    trainer, said = prepared(run)
+    assert trainer.prediction is not None and any(line.startswith("foreseen: ") for line in said)
+    return trainer.prediction.found.peak
+
+
+def test_what_does_not_fit_is_refused_and_its_first_remedy_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path)
+    peak = needs(run, monkeypatch)
+    limited(monkeypatch, WORKSPACE + 0.8 * (peak - WORKSPACE))
+    with pytest.raises(UserError, match="will not fit") as refused:
+        prepared(run)
+    assert "activations" in refused.value.problem and "--force" in refused.value.remedy
+    first = refused.value.remedy.splitlines()[0]
+    settings, _, price = first.partition(": ")
+    assert "saves" in price and "time per step" in price
+    trainer, _ = prepared(run, *settings.split())
+    assert trainer.prediction is not None and trainer.prediction.found.fits
+    assert trainer.fit().step == 2
+    assert json.loads((tmp_path / "out" / gate.FILE).read_text())["fits"]
+
+
+def test_force_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 1.05 * WORKSPACE)
+    _, said = prepared(a_run(tmp_path), force=True)
+    assert any("--force" in line for line in said)
+
+
+def test_a_micro_batch_that_was_left_open_is_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path)
+    peak = needs(run, monkeypatch)
+    limited(monkeypatch, WORKSPACE + 0.8 * (peak - WORKSPACE))
+    trainer, _ = prepared(run, "train.micro_batch_size=auto")
+    job = trainer.prepare()
+    assert int(job.run.train.micro_batch_size) < 8 and "fits" in job.reasons["train.micro_batch_size"]
+
+
+def test_auto_is_answered_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path)
+    peak = needs(run, monkeypatch)
+    limited(monkeypatch, WORKSPACE + 0.6 * (peak - WORKSPACE))
+    open_run = {k: v for k, v in run.items() if k != "parallel"} | {"parallel": "auto", "recompute": "auto"}
+    job = prepared(open_run, "train.micro_batch_size=auto")[0].prepare()
+    assert not job.run.parallel.auto and job.run.recompute in ("none", "full")
+    assert "per step" in job.reasons["parallel"]
+    kept = prepared(open_run, "train.micro_batch_size=8", "parallel={zero: 2}")[0].prepare()
+    assert kept.run.recompute == "full" and kept.run.train.micro_batch_size == 8  # nothing else fits
+
+
+def test_a_rehearsal_asks_for_answers(tmp_path: Path) -> None:
+    from shardwise.rehearse.target import aim
+
+    with pytest.raises(UserError, match="shardwise plan"):
+        aim(load_run(a_run(tmp_path) | {"parallel": "auto"}), 1, 8)
+
+
+def test_predictions_are_kept_and_correct_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_file", lambda: tmp_path / "foresight.jsonl")
+    assert calibration.correction("h100").runs == 0
+    for measured in (1.04, 1.05, 1.06):
+        calibration.add(Record("h100", "m", 1e9, measured * 1e9, 1.0, 1.2))
+    calibration.add(Record("a100", "m", 1e9, 9e9, 1.0, 9.0))
+    (tmp_path / "foresight.jsonl").open("a").write("not a record\n")
+    found = calibration.correction("h100")
+    assert found.runs == 3 and found.memory == pytest.approx(1.05) and found.time == pytest.approx(1.2)
+    assert calibration.correction("a100").memory == 1.0  # too few
+    output = tmp_path / "run"
+    output.mkdir()
+    made = {"device": "h100", "peak": 1e9, "step_seconds": 1.0, "foreseen_bytes": 1e9, "foreseen_seconds": 1.0}
+    (output / gate.FILE).write_text(json.dumps(made))
+    told = gate.compare(output, "m", 1.25e9, 0.5)
+    assert told is not None and "-20.0%" in told and "+100%" in told
+    assert len(calibration.records("h100")) == 4
+
+
+def test_a_shortage_is_laid_out(tmp_path: Path) -> None:
+    made = {"memory": {"parameters": 2**30, "optimizer": 2**31, "activations": 2**32}, "limit": 2**33,
+            "foreseen_bytes": 7 * 2**30}  # fmt: skip
+    (tmp_path / gate.FILE).write_text(json.dumps(made))
+    told = gate.explain_shortage(tmp_path, {"parameters": 2**30, "optimizer": 2**31}, 8 * 2**30)
+    assert told is not None and "states: 3.0 GiB, foreseen 3.0 GiB" in told and "5.0 GiB, foreseen 4.0 GiB" in told
+    assert gate.explain_shortage(tmp_path / "other", {}, 0) is None
