@@ -96,6 +96,11 @@ def test_auto_is_answered_with_a_reason(tmp_path: Path, monkeypatch: pytest.Monk
     assert kept.run.recompute == "full" and kept.run.train.micro_batch_size == 8  # nothing else fits
 
 
+def test_auto_beside_settings_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tensor is given too"):
+        load_run(a_run(tmp_path) | {"parallel": {"auto": True, "tensor": 2}})
+
+
 def test_a_rehearsal_asks_for_answers(tmp_path: Path) -> None:
     from shardwise.rehearse.target import aim
 

@@ -358,7 +358,6 @@ LEAST_BUCKET = 1 << 10
 class Parallel(Section):
     """How the model and its states are spread over the ranks."""
 
-    auto: bool = Field(default=False, description="let the planner choose all of it (short: parallel: auto)")
     zero: Whole = Field(
         default=2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters"
     )
@@ -407,6 +406,7 @@ class Parallel(Section):
         default=None, description="with schedule: interleaved, the stages of each rank; default: 2"
     )
     expert: Count = Field(default=1, description="ranks that divide the experts of each layer, tokens going to them")
+    auto: bool = Field(default=False, description="let the planner choose all of it (short: parallel: auto)")
 
     @property
     def beyond_data(self) -> bool:
@@ -416,6 +416,9 @@ class Parallel(Section):
     @model_validator(mode="after")
     def _of_use(self) -> Parallel:
         check_section("parallel", self)
+        plain = Parallel.model_construct().model_dump() if self.auto else {}
+        if self.auto and (named := next((n for n, v in plain.items() if n != "auto" and getattr(self, n) != v), None)):
+            raise Clash("auto", f"the planner chooses all of it, but {named} is given too", f"remove {named}, or auto")
         if self.chunks == 1:
             raise Clash("chunks", "one stage per rank is not interleaved", "use 2 or more, or schedule: 1f1b")
         if self.bucket is not None and self.bucket < LEAST_BUCKET:
