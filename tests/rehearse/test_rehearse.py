@@ -47,8 +47,26 @@ def test_a_rehearsal_is_the_step(name: str, tmp_path: Path) -> None:
     for rank, (a, b) in enumerate(zip(real, foreseen, strict=True)):
         print(f"\n{name} rank {rank}: peak {a['peak']} foreseen {b['peak']} ({b['peak'] / a['peak'] - 1:+.2%})")
         assert b["held"] == a["held"]
-        assert b["moved"] == a["moved"]
-        assert b["peak"] == pytest.approx(a["peak"], rel=PEAK)
+        if name != "expert":
+            assert b["moved"] == a["moved"]
+            assert b["peak"] == pytest.approx(a["peak"], rel=PEAK)
+    if name == "expert":
+        _even_in_sum(real, foreseen)
+
+
+def _even_in_sum(real: list[dict[str, Any]], foreseen: list[dict[str, Any]]) -> None:
+    """Real routers are uneven: what one rank gets more, another gets less. Together they are as foreseen."""
+    for a, b in zip(real, foreseen, strict=True):
+        assert {k: v for k, v in b["moved"].items() if "all_to_all" not in k} == {
+            k: v for k, v in a["moved"].items() if "all_to_all" not in k
+        }
+    names = [name for name in real[0]["moved"] if "all_to_all" in name]
+    assert names
+    for name in names:
+        assert sum(one["moved"][name] for one in real) == sum(one["moved"][name] for one in foreseen)
+    peaks, told = [one["peak"] for one in real], [one["peak"] for one in foreseen]
+    assert min(peaks) * (1 - PEAK) <= min(told) and max(told) <= max(peaks) * (1 + PEAK)
+    assert sum(told) == pytest.approx(sum(peaks), rel=PEAK)
 
 
 def test_the_command_tells_memory_and_collectives(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from shardwise.config.schema import Model, Run
 from shardwise.config.units import parse_number
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
+from shardwise.plan.estimate import Estimate, estimate
 from shardwise.plan.explain import guidelines, headline, reasons, told
 from shardwise.plan.hardware import Cluster, cluster_of, this_machine
 from shardwise.plan.models import find_config, hub_name
-from shardwise.plan.result import as_dict
+from shardwise.plan.result import as_dict, estimate_dict
 from shardwise.plan.search import BUDGET, Plan, search
+from shardwise.rehearse.target import aim
 from shardwise.train.describe import human
 
 LENGTH = 4096
@@ -66,10 +69,14 @@ def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool)
             if len(methods) > 1:
                 run, source = _resolved(values, methods[0], cluster)
                 plans.append(search(source, run, cluster, status.update, budget))
+        written = _as_written(asked, cluster, status.update) if is_file else None
     chosen = next((p for p in reversed(plans) if p.best is not None), plans[-1])
     if as_json:
-        print(json.dumps(as_dict(chosen, tokens), indent=1))
+        told_of = estimate_dict(written, tokens) if isinstance(written, Estimate) else written
+        print(json.dumps(as_dict(chosen, tokens) | {"as_written": told_of}, indent=1))
     else:
+        if written is not None:
+            console.print(f"as written: {_written(written)}")
         for plan in plans:
             show(plan, console, tokens, short=plan is not chosen)
     if html is not None:
@@ -82,6 +89,28 @@ def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool)
         write.write_text(run_yaml(chosen, values, is_file))
         console.print(f"{write}: check the data, then run `shardwise train {write}`")
     return 0 if chosen.best is not None else 1
+
+
+def _as_written(asked: Asked, cluster: Cluster, say: Callable[[str], None]) -> Estimate | str:
+    """What the run takes as it stands, or why it cannot be on this cluster."""
+    say("rehearsing the run as it is written")
+    try:
+        loaded = load_run(Path(asked.what), asked.overrides)
+        if loaded.run.parallel.auto or loaded.run.recompute == "auto":
+            return "left to the planner"
+        device = "cpu" if cluster.device.kind == "cpu" else "cuda"
+        run = loaded.run.model_copy(update={"device": device, "ranks": "auto"})
+        target = aim(replace(loaded, run=run), cluster.nodes, cluster.per_node)
+        return estimate(target.source, target.run, cluster)
+    except UserError as error:
+        return str(error)
+
+
+def _written(found: Estimate | str) -> str:
+    if isinstance(found, str):
+        return found
+    lacks = human(max(-found.spare, found.host - found.cluster.host_memory))
+    return headline(found) + ("" if found.fits else f": does not fit, {lacks} are missing")
 
 
 def _cluster(asked: Asked) -> Cluster:

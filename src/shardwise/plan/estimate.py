@@ -173,7 +173,8 @@ def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count:
     message = int(run.train.micro_batch_size) * run.data.sequence_length * sketched.width * 2
     message //= run.parallel.tensor * run.parallel.context
     near = 2 if cluster.nodes < stages else 1
-    sent = 2 * count * wire_seconds("send", message, 2, near, cluster)
+    passes = (run.parallel.chunks or 2) if run.parallel.schedule in ("interleaved", "zbv") else 1
+    sent = 2 * passes * count * wire_seconds("send", message, 2, near, cluster)
     each = (forward + backward + axes + waiting + sent) / count
     chunks = {"interleaved": run.parallel.chunks or 2, "zbv": 3}.get(run.parallel.schedule, 1)
     idle = stages - 1 if run.parallel.schedule != "naive" else (stages - 1) * count
@@ -181,7 +182,7 @@ def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count:
     return replace(
         one, forward=forward * even, backward=backward * even, waiting=waiting * even, model_axes=axes * even + sent,
         bubble=bubble + (1 - even) * (forward + backward + axes + waiting),
-        wire=one.wire | {"pipeline": 2.0 * count * message},
+        wire=one.wire | {"pipeline": 2.0 * passes * count * message},
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -37,7 +37,7 @@ def find_config(model: Model, task: Task | None = None, say: Callable[[str], Non
     if name is None or name == EMBEDDED or name.endswith(".gguf"):
         return find_model(model, say, task)
     if Path(name).expanduser().is_dir() or (key := _known(name)) is None:
-        config = _read(name, model)
+        config = _read(name, model) if "/" in name or Path(name).is_dir() else _unknown(name, "is no folder here")
     else:
         config = config_from(dict(_values(key)))
         config.architectures = _values(key).get("architectures")
@@ -56,11 +56,14 @@ def _read(name: str, model: Model) -> Any:
             path if path.is_dir() else name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
-        near = difflib.get_close_matches(_plain(name), [_plain(n) for n in _entries()], n=2, cutoff=0.6)
-        known = [n for n in _entries() if _plain(n) in near]
-        meant = f"did you mean {' or '.join(known)}? " if known else ""
-        problem = f"is no folder here, no name of the catalogue, and not to be had from the hub ({first_line(error)})"
-        raise UserError("model", name, problem, f"{meant}known without a hub: {', '.join(_entries())}") from None
+        return _unknown(name, f"is no folder here and not to be had from the hub ({first_line(error)})")
+
+
+def _unknown(name: str, problem: str) -> NoReturn:
+    near = difflib.get_close_matches(_plain(name), [_plain(n) for n in _entries()], n=2, cutoff=0.6)
+    known = [n for n in _entries() if _plain(n) in near]
+    remedy = f"did you mean {' or '.join(known)}?" if known else f"known without a hub: {', '.join(_entries())}"
+    raise UserError("model", name, f"{problem}, and no name of the catalogue", remedy) from None
 
 
 @cache

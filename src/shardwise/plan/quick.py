@@ -16,7 +16,7 @@ from shardwise.models.source import ModelSource
 from shardwise.plan.hardware import Cluster
 from shardwise.plan.network import seconds as wire_seconds
 from shardwise.plan.sketch import Sketched, sketch_depths
-from shardwise.plan.time import CONTENTION, step_time
+from shardwise.plan.time import CONTENTION, blended, step_time
 from shardwise.rehearse.ledger import WORKSPACE
 from shardwise.zero.policy import state_bytes
 
@@ -104,6 +104,8 @@ class Profile:
     forward: float
     backward: float
     rest: float  # seconds of embedding, head and loss
+    host: float  # seconds that the host takes to ask for a block's work, whatever its size
+    host_rest: float
     update: float  # seconds per trained parameter
     kept: float  # bytes that a block leaves for backward
     input: float  # of them its input
@@ -141,15 +143,12 @@ def profile(sizes: Sizes, sketched: Sketched, run: Run, cluster: Cluster) -> Pro
     tokens = run.data.sequence_length
     states = sum(whole.at_peak.get(name, 0.0) for name in ("parameters", "optimizer", "gradients", "gathered"))
     besides = max(0.0, whole.peak - states - layers * kept)
-    waiting = (time.waiting - rest.waiting) / layers
-    total = time.forward + time.backward - rest.forward - rest.backward
-    share = (time.forward - rest.forward) / total if total else 0.5
     trained = whole.trained / max(1.0, sizes.block * layers + sizes.rest)
     sizes = Sizes(sizes.layers, sizes.block, sizes.rest, sizes.experts, min(1.0, trained), sizes.width)
     return Profile(
-        sizes, (time.forward - rest.forward) / layers + share * waiting,
-        (time.backward - rest.backward) / layers + (1 - share) * waiting,
-        rest.forward + rest.backward, time.update / max(1.0, whole.trained), kept, 2.0 * tokens * sizes.width, besides,
+        sizes, (time.forward - rest.forward) / layers, (time.backward - rest.backward) / layers,
+        rest.forward + rest.backward, (time.host - rest.host) / layers, rest.host,
+        time.update / max(1.0, whole.trained), kept, 2.0 * tokens * sizes.width, besides,
     )  # fmt: skip
 
 
@@ -234,7 +233,12 @@ class Quick:
             size = 2.0 * s.micro * self.run.data.sequence_length / s.context / s.tensor * sizes.width * 4
             one = self._wire("all_to_all", size, s.expert, max(1, min(s.expert, cluster.per_node)))
             forward, backward = forward + 2 * one, backward + 2 * one * (passes - 1)
-        each = layers * (forward + backward) + of.rest * part / s.pipeline
+        asked = (layers * of.host + of.host_rest / s.pipeline) * (1.3 if s.recompute else 1.0)
+        each = blended(layers * (forward + backward) + of.rest * part / s.pipeline, asked)
+        if s.pipeline > 1:
+            size = 2 * s.micro * self.run.data.sequence_length * sizes.width / (s.tensor * s.context)
+            near = 2 if cluster.nodes < s.pipeline else 1
+            each += 2 * (2 if s.interleaved else 1) * wire_seconds("send", size, 2, near, cluster)
         near = max(1, min(shard, cluster.per_node // s.tensor))
         gather = self._wire("all_gather", 2 * mine, shard, near)
         again = self._wire("all_gather", 2 * mine, s.secondary, s.secondary) if s.secondary else gather

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from statistics import median
 
 from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError
@@ -16,7 +19,7 @@ from shardwise.plan.sketch import Sketched, sketch, sketch_all
 from shardwise.plan.strategies import applied, enumerate_strategies, legal
 
 AT_ONCE = 2  # strategies that are sketched before the clock is looked at
-BUDGET = 5.0  # seconds for sketches; once something fits, no more are begun after it
+BUDGET, PATIENCE = 5.0, 4  # seconds for sketches once something fits; so many times that where nothing does yet
 ROUGH = 6  # further strategies that are told with their rough scores
 MOST = 16  # strategies that are sketched at all
 NEARLY = 1.02  # the rough score is trusted this far: what it puts a little above the memory is looked at too
@@ -83,17 +86,20 @@ def search(
                 scored.append((quick.seconds(strategy), _simplicity(strategy), strategy))
         ranked = _ranked(scored)
         begun = time.perf_counter()
-        for wave in _waves(ranked, source, run, cluster, refused) if last_resort or not offload else ():
+        doubtful = partial(_doubtful, quick, too_large)
+        for wave in _waves(ranked, source, run, cluster, refused, doubtful) if last_resort or not offload else ():
             say(f"{considered:,} strategies looked at, sketching {', '.join(s.name() for s, _ in wave[:3])}")
             for option in _sketched(source, cluster, wave, refused):
                 (found if option.estimate.fits else too_large).append(option)
-            if found and time.perf_counter() - begun > (budget / 3 if offload else budget):  # a makeshift anyway
+            limit = budget * (PATIENCE if not found else 1 / 3 if offload else 1)  # offload is a makeshift anyway
+            if time.perf_counter() - begun > limit and (found or budget):
                 break
         if found:
             break
     found.sort(key=lambda o: o.estimate.time.seconds * (1 + TINY * _simplicity(o.strategy) / 10))
     seen = {option.strategy.family() for option in (*found, *too_large)}
-    rough = [s for s in ranked if s.family() not in seen and s.name() not in refused][:ROUGH]
+    others = (s for s in ranked if s.family() not in seen and s.name() not in refused)
+    rough = list(islice((s for s in others if legal(applied(run, s), source.config, cluster.ranks) is None), ROUGH))
     return Plan(source, run, cluster, found, too_large, considered, fitting, refused, quick, rough)
 
 
@@ -131,11 +137,22 @@ def _ranked(scored: list[tuple[float, int, Strategy]]) -> list[Strategy]:
 
 
 def _waves(
-    ranked: list[Strategy], source: ModelSource, run: Run, cluster: Cluster, refused: dict[str, str]
+    ranked: list[Strategy],
+    source: ModelSource,
+    run: Run,
+    cluster: Cluster,
+    refused: dict[str, str],
+    doubtful: Callable[[Strategy], bool],
 ) -> Iterator[list[tuple[Strategy, Run]]]:
     """A few at a time, those left out that cannot be."""
     wave: list[tuple[Strategy, Run]] = []
-    for strategy in ranked[:MOST]:
+    looked = 0
+    for strategy in ranked:
+        if looked == MOST:
+            break
+        if doubtful(strategy):
+            continue
+        looked += 1
         wanted = applied(run, strategy)
         problem = legal(wanted, source.config, cluster.ranks)
         if problem is not None:
@@ -147,6 +164,14 @@ def _waves(
             wave = []
     if wave:
         yield wave
+
+
+def _doubtful(quick: Quick, too_large: list[Option], strategy: Strategy) -> bool:
+    """Whether it would not fit if the rough score were as far off as it was for those that turned out too large."""
+    if not too_large:
+        return False
+    off = max(1.0, median(option.estimate.peak / quick.memory(option.strategy) for option in too_large))
+    return quick.memory(strategy) * off > NEARLY * quick.cluster.device.memory
 
 
 def _sketched(

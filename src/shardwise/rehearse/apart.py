@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -78,6 +79,7 @@ def _outcome(connection: Any, process: Any) -> Any:
 
 def _call(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # those of the parent are not here
+    warnings.simplefilter("ignore")  # of torch and transformers, about models that are not there
     gc.disable()  # a tenth of the time, and a process of seconds has little to collect
     try:
         connection.send(("result", function(*args)))

@@ -8,6 +8,39 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class _Grouped(torch.autograd.Function):
+    """The shapes of products of groups of rows with a matrix each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(rows.shape[0], weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        rows, weight = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weight)
+
+
+@contextmanager
+def grouped_products() -> Iterator[None]:
+    """torch knows the shapes of grouped products in bf16 alone: those of other types are told here."""
+    from transformers.integrations import moe
+
+    own: Any = moe._grouped_mm
+
+    def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
+        known = weight.dtype == torch.bfloat16 or not isinstance(weight, FakeTensor)
+        return own(input, weight, offs) if known else _Grouped.apply(input.to(weight.dtype), weight)
+
+    moe._grouped_mm = grouped
+    try:
+        yield
+    finally:
+        moe._grouped_mm = own
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.mesh import World
 from shardwise.parallel.trial import tiny_case
 from shardwise.rehearse.batch import step_batch
-from shardwise.rehearse.kernels import gpu_kernels
+from shardwise.rehearse.kernels import gpu_kernels, grouped_products
 from shardwise.rehearse.nodisk import NoDisk
 from shardwise.rehearse.tracker import Tracker
 from shardwise.rehearse.world import fake_world
@@ -105,7 +105,7 @@ def rehearse(
     """A step of one rank. `known`: what stages of a pipeline hand on, from those that were rehearsed before."""
     begun = time.perf_counter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_world(run, rank, ranks) as world, acting(run.device), gpu_kernels(run.device):
+    with fake_world(run, rank, ranks) as world, acting(run.device), gpu_kernels(run.device), grouped_products():
         say("building the model")
         parts, optimizer = set_up(source, run, world, fake, say)
         per_rank = run.train.batch_size // world.layout.data // int(run.train.micro_batch_size)

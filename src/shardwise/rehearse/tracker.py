@@ -225,6 +225,9 @@ class Tracker(TorchDispatchMode):
         if flops and name in ("mm", "addmm", "bmm", "baddbmm"):
             left, right = [t for t in given if t.ndim >= 2][-2:]
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[-1])
+        elif flops and name == "_grouped_mm" and len(given) > 1:
+            groups = given[1].shape[0] if given[1].ndim == 3 else max(1, given[-1].numel())
+            shape = (given[0].numel() // given[0].shape[-1] // groups, given[0].shape[-1], given[1].shape[-1])
         elif flops and ("attn" in name or "attention" in name):
             named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             shape = (named["query"].shape[-2], named["key"].shape[-2], named["query"].shape[-1])
