@@ -59,6 +59,7 @@ class Row:
 
 def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
     """Memory and time of each row, side by side, on common scales."""
+    assert all(name in MEMORY for row in rows for name in row.memory), "a category without a colour"
     largest = max([limit * 1.08, *(sum(row.memory.values()) * 1.01 for row in rows)])
     longest = max([1e-9, *(sum(row.time.values()) * 1.01 for row in rows)])
     used = {name for row in rows for name, size in row.memory.items() if size >= 0.002 * largest}
@@ -73,8 +74,9 @@ def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
     ]
     for row in rows:
         total, step = sum(row.memory.values()), sum(row.time.values())
-        memory = _parts(((MEMORY.get(n, "m10"), n, s, f"{gib(s)} GiB", gib(s)) for n, s in row.memory.items()), largest)
-        time = _parts(((*TIME.get(n, ("t1", n)), s, seconds(s), seconds(s)) for n, s in row.time.items()), longest)
+        sizes = ((kind, n, row.memory.get(n, 0.0)) for n, kind in MEMORY.items())
+        memory = _parts(((kind, n, s, f"{gib(s)} GiB", gib(s)) for kind, n, s in sizes), largest)
+        time = _parts(((*TIME.get(n, ("t0", n)), s, seconds(s), seconds(s)) for n, s in row.time.items()), longest)
         over = "" if row.fits else " over"
         warn = "" if row.fits else '<em class="bad">does not fit</em>'
         star = '<b class="star">chosen</b>' if row.chosen else ""
@@ -93,7 +95,8 @@ def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """Colours with what they stand for."""
-    return f'<p class="legend">{"".join(f"<span><i class={kind}></i>{text(name)}</span>" for kind, name in entries)}</p>'
+    keys = "".join(f'<span><i class="{kind}"></i>{text(name)}</span>' for kind, name in entries)
+    return f'<p class="legend">{keys}</p>'
 
 
 def _small(change: str) -> str:

@@ -1,4 +1,4 @@
-"""What each technique buys for this model on this cluster, by rough scores: added one by one, and against the choice."""
+"""What each technique buys for this model on this cluster, by rough scores: one by one, and against the choice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Memory over one step of a strategy, for a picture: a rehearsal of a few layers in a process of its own.
 
-Besides, which part of a block's computation is attention: that grows with the square of the sequence, the rest in a line.
+Besides, which part of a block's computation is attention: that grows with the square of the sequence's length.
 """
 
 from __future__ import annotations

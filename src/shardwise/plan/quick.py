@@ -225,7 +225,7 @@ class Quick:
         """Of a step."""
         of, cluster, sizes = self.of, self.cluster, self.of.sizes
         data, shard = self.ranks(s)
-        block, mine = self.parameters(s)
+        _, mine = self.parameters(s)
         count, layers = self.count(s), sizes.layers / s.pipeline
         part = s.micro / (s.tensor * s.context) * (1 + SLOWER * math.log2(s.tensor))
         forward = of.forward * part

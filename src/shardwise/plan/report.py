@@ -72,7 +72,7 @@ def render_report(plan: Plan, tokens: float | None) -> str:
         timeline=_timeline(plan, option),
         hidden="" if data else "hidden",
         data=json.dumps(data).replace("<", "\\u003c").replace("\u2028", "\\u2028"),
-        foot=f"{plan.considered:,} strategies were looked at, {len(plan.options) + len(plan.too_large)} of them rehearsed.",
+        foot=f"{plan.considered:,} strategies looked at, {len(plan.options) + len(plan.too_large)} of them rehearsed.",
     )
 
 
@@ -116,7 +116,8 @@ def _header(plan: Plan, tokens: float | None) -> str:
         f"{count}{method} · {run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step · "
         f"{run.precision} · {run.train.optimizer}{links}"
     )
-    head = f'<h1><bdi>{text(plan.source.label)}</bdi> <span>on {text(_machine(plan))}</span></h1><p class="about">{text(about)}</p>'
+    head = f"<h1><bdi>{text(plan.source.label)}</bdi> <span>on {text(_machine(plan))}</span></h1>"
+    head += f'<p class="about">{text(about)}</p>'
     if plan.best is None:
         return f'{head}<p class="choice none">nothing fits</p>'
     return f'{head}<p class="choice">{text(told(plan.best.strategy))}</p>{_tiles(plan, plan.best.estimate, tokens)}'
@@ -189,10 +190,10 @@ def _ladder(plan: Plan, strategy: Strategy | None) -> str:
         total = sum(parts.values())
         changes = ("", "")
         if before is not None:
-            changes = _signed(total - before[0]), f"{spent / before[1] - 1:+.0%}"
+            changes = _signed(total - before[0]), _percent(spent / before[1] - 1)
         rows.append(Row(rung.name, parts, {"step": spent}, total <= limit, "", rung.strategy == strategy, *changes))
         before = total, spent
-    note = "Rough scores (formulas over one rehearsed block), not rehearsals: they rank techniques and show what each is for."
+    note = "Rough scores: formulas over one rehearsed block, to rank techniques and to show what each is for."
     best = plan.best
     if best is not None and rows:
         found = best.estimate
@@ -229,15 +230,25 @@ def _line(plan: Plan, quick: Quick, rung: Rung, size: float, spent: float) -> st
         return f'<tr class="cannot">{name}<td colspan="5">not here: {text(rung.problem)}</td></tr>'
     other, time = quick.memory(rung.strategy), quick.seconds(rung.strategy)
     saved, slower = (size - other) / GIB, time / spent - 1
-    better = lambda value, least: "good" if value > least else "worse" if value < -least else ""  # noqa: E731
     return (
-        f'<tr>{name}<td>{gib(other)}</td><td class="{better(saved, 0.05)}">{_figure(saved)}</td><td>{seconds(time)}</td>'
-        f'<td class="{better(-slower, 0.005)}">{slower:+.0%}</td><td>{_verdict(plan, other)}</td></tr>'
-    ).replace("+0%", "0%").replace("-0%", "0%")
+        f'<tr>{name}<td>{gib(other)}</td><td class="{_better(saved, 0.05)}">{_figure(saved)}</td>'
+        f'<td>{seconds(time)}</td><td class="{_better(-slower, 0.005)}">{_percent(slower)}</td>'
+        f"<td>{_verdict(plan, other)}</td></tr>"
+    )
+
+
+def _better(value: float, least: float) -> str:
+    return "good" if value > least else "worse" if value < -least else ""
 
 
 def _figure(value: float) -> str:
-    return "0" if abs(value) < 0.05 else f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.1f}"
+    if abs(value) < 0.05:
+        return "0"
+    return (f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.1f}").replace("-", "−")
+
+
+def _percent(share: float) -> str:
+    return "0%" if abs(share) < 0.005 else f"{share:+.0%}".replace("-", "−")
 
 
 def _verdict(plan: Plan, size: float) -> str:

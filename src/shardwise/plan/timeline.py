@@ -1,4 +1,4 @@
-"""One step as a picture: what computes and what is sent, in lanes; of a pipeline, every stage with its micro-batches."""
+"""One step as a picture: what computes and what is sent, in lanes; of a pipeline, every stage and micro-batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def lanes(found: Estimate, layers: int) -> str:
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x = LEFT + share * (WIDTH - LEFT - 8)
         anchor = {0.0: "start", 1.0: "end"}.get(share, "middle")
-        shapes.append(f'<text class="tick" x="{x:.0f}" y="{bottom + 12}" text-anchor="{anchor}">{seconds(share * end)}</text>')
+        place = f'x="{x:.0f}" y="{bottom + 12}" text-anchor="{anchor}"'
+        shapes.append(f'<text class="tick" {place}>{seconds(share * end)}</text>')
     kinds = {box.kind for box in boxes}
     keys = legend(
         [(kind, name) for kind, name in TIME.values() if kind in kinds]
@@ -116,8 +117,10 @@ def pipeline(found: Estimate) -> tuple[str, str]:
     shapes = []
     for stage in range(stages):
         y = 6 + stage * (tall + 4)
-        shapes.append(f'<text class="lane" x="{LEFT - 10}" y="{y + tall - 8}" text-anchor="end">stage {stage + 1}</text>')
-        shapes.append(f'<rect class="t8" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 8}" height="{tall}"><title>idle</title></rect>')
+        place = f'x="{LEFT - 10}" y="{y + tall - 8}" text-anchor="end"'
+        shapes.append(f'<text class="lane" {place}>stage {stage + 1}</text>')
+        place = f'x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 8}" height="{tall}"'
+        shapes.append(f'<rect class="t8" {place}><title>idle</title></rect>')
         for box in boxes:
             if box.lane == stage:
                 shapes.append(_drawn(box, y, tall, end))
@@ -127,7 +130,8 @@ def pipeline(found: Estimate) -> tuple[str, str]:
                     shapes.append(f'<text class="batch" x="{x + wide / 2:.1f}" y="{y + tall / 2 + 4}">{number}</text>')
     high = 10 + stages * (tall + 4)
     keys = legend([("t1", "forward"), ("t2", "backward"), ("t8", "idle")])
-    svg = f'{keys}<svg viewBox="0 0 {WIDTH} {high}" role="img" aria-label="stages of the pipeline">{"".join(shapes)}</svg>'
+    label = 'role="img" aria-label="stages of the pipeline"'
+    svg = f'{keys}<svg viewBox="0 0 {WIDTH} {high}" {label}>{"".join(shapes)}</svg>'
     idle = 1 - count * (forward + backward) / end
     words = f"{parallel.schedule}: {stages} stages, {count} micro-batches, {idle:.0%} idle as drawn"
     if stages < parallel.pipeline or count < found.micro_batches:
