@@ -52,7 +52,7 @@ class Row:
     time: Mapping[str, float]
     fits: bool = True
     note: str = ""
-    chosen: bool = False
+    mark: str = ""
     memory_change: str = ""
     time_change: str = ""
 
@@ -79,10 +79,10 @@ def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
         time = _parts(((*TIME.get(n, ("t0", n)), s, seconds(s), seconds(s)) for n, s in row.time.items()), longest)
         over = "" if row.fits else " over"
         warn = "" if row.fits else '<em class="bad">does not fit</em>'
-        star = '<b class="star">chosen</b>' if row.chosen else ""
+        star = f'<b class="star">{text(row.mark)}</b>' if row.mark else ""
         note = f"<small>{text(row.note)}</small>" if row.note else ""
         body.append(
-            f'<div class="row{" chosen" if row.chosen else ""}"><span class="name">{text(row.name)} {star}{note}</span>'
+            f'<div class="row"><span class="name">{text(row.name)} {star}{note}</span>'
             f'<span class="track{over}">{memory}<i class="limit" style="left:{at:.2f}%"></i></span>'
             f'<span class="total">{sign}{gib(total)} GiB{_small(row.memory_change)}{warn}</span>'
             f'<span class="track">{time}</span>'

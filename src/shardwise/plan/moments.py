@@ -60,17 +60,24 @@ def _rehearsed(
             if back or work.phase == "forward":  # what is computed again is scored apart
                 spent[back] += count * kernel(work, device, run.compile)
     each = layers * micro_batches
-    return Moments(ledger.curve(), _phases(ledger), layers, micro_batches, (spent[0] / each, spent[1] / each))
+    return Moments(*_course(ledger), layers, micro_batches, (spent[0] / each, spent[1] / each))
 
 
-def _phases(ledger: Ledger) -> list[tuple[float, str]]:
-    """Where forward, backward and update begin, by the first block of memory that each of them makes."""
-    found: list[tuple[float, str]] = []
+def _course(ledger: Ledger) -> tuple[list[tuple[float, dict[str, int]]], list[tuple[float, str]]]:
+    """The curve, and where forward, backward and update begin: by the first block of memory that each of them makes.
+
+    Before the first such block what is held is counted, and after the last it is let go: neither is part of a step.
+    """
     made = [block for block, _ in ledger.blocks if block.operator != "held" and block.phase in PHASES]
-    for block in sorted(made, key=lambda block: block.born):
-        if not found or found[-1][1] != block.phase:
-            found.append((block.born / max(1, ledger.end), block.phase))
-    return found
+    made.sort(key=lambda block: block.born)
+    end = max(1, ledger.end)
+    first, last = (made[0].born / end, made[-1].born / end) if made else (0.0, 1.0)
+    wide = (last - first) or 1.0
+    phases: list[tuple[float, str]] = []
+    for block in made:
+        if not phases or phases[-1][1] != block.phase:
+            phases.append(((block.born / end - first) / wide, block.phase))
+    return [((share - first) / wide, at) for share, at in ledger.curve() if first <= share <= last], phases
 
 
 def attention_shares(quick: Quick, strategy: Strategy | None, moments: Moments | None) -> tuple[float, float]:

@@ -176,7 +176,7 @@ def _row(plan: Plan, option: Option) -> Row:
         note += f" · {found.rate:,.0f} tokens/s/device, MFU {found.mfu:.0%}"
     elif found.spare >= 0:
         note += " · more than the host's memory"
-    return Row(s.name(), found.memory, found.time.parts(), found.fits, note, option is plan.best)
+    return Row(s.name(), found.memory, found.time.parts(), found.fits, note, "chosen" if option is plan.best else "")
 
 
 def _ladder(plan: Plan, strategy: Strategy | None) -> str:
@@ -191,7 +191,8 @@ def _ladder(plan: Plan, strategy: Strategy | None) -> str:
         changes = ("", "")
         if before is not None:
             changes = _signed(total - before[0]), _percent(spent / before[1] - 1)
-        rows.append(Row(rung.name, parts, {"step": spent}, total <= limit, "", rung.strategy == strategy, *changes))
+        mark = ("chosen" if plan.best else "nearest") if rung.strategy == strategy else ""
+        rows.append(Row(rung.name, parts, {"step": spent}, total <= limit, "", mark, *changes))
         before = total, spent
     note = "Rough scores: formulas over one rehearsed block, to rank techniques and to show what each is for."
     best = plan.best

@@ -40,8 +40,11 @@ def lanes(found: Estimate, layers: int) -> str:
         x = LEFT + share * (WIDTH - LEFT - 8)
         anchor = {0.0: "start", 1.0: "end"}.get(share, "middle")
         place = f'x="{x:.0f}" y="{bottom + 12}" text-anchor="{anchor}"'
-        shapes.append(f'<text class="tick" {place}>{seconds(share * end)}</text>')
-    kinds = {box.kind for box in boxes}
+        shapes.append(f'<text class="tick" {place}>{seconds(share * end) if share else "0 s"}</text>')
+    spent: dict[str, float] = {}
+    for box in boxes:
+        spent[box.kind] = spent.get(box.kind, 0.0) + box.end - box.begin
+    kinds = {kind for kind, time in spent.items() if time > 0.001 * end}  # what can be seen
     keys = legend(
         [(kind, name) for kind, name in TIME.values() if kind in kinds]
         + ([("t6 soft", "ZeRO, beside the computation")] if "t6 soft" in kinds else [])
@@ -92,8 +95,12 @@ def _step(found: Estimate, layers: int) -> list[Box]:
                 put(1, exchange, "t5", "exchange along tensor, context, expert or pipeline")
             if beside and time.hidden and (zero >= 2 or number == count - 1):
                 times = count if zero >= 2 else 1
-                part = min(now - begin, time.hidden * spent / room / times)
-                boxes.append(Box(2, begin, begin + part, "t6 soft", "gathers and reductions beside the computation"))
+                part = min(now - begin, time.hidden * spent / room / times) / slices
+                for at in range(slices):
+                    start = begin + at * (now - begin) / slices
+                    boxes.append(
+                        Box(2, start, start + part, "t6 soft", "gathers and reductions beside the computation")
+                    )
             put(0, time.waiting * share, "t4", "the host asks for kernels more slowly than they run")
     put(2, time.data_axis / 2, "t6", "last reduction")
     put(0, time.bubble / 2, "t8", "idle until the last stage is done")
