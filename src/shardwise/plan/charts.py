@@ -75,7 +75,7 @@ def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
     for row in rows:
         total, step = sum(row.memory.values()), sum(row.time.values())
         sizes = ((kind, n, row.memory.get(n, 0.0)) for n, kind in MEMORY.items())
-        memory = _parts(((kind, n, s, f"{gib(s)} GiB", gib(s)) for kind, n, s in sizes), largest)
+        memory = _parts(((kind, n, s, f"{gib(s)} GiB", gib(s)) for kind, n, s in sizes), largest, at)
         time = _parts(((*TIME.get(n, ("t0", n)), s, seconds(s), seconds(s)) for n, s in row.time.items()), longest)
         over = "" if row.fits else " over"
         warn = "" if row.fits else '<em class="bad">does not fit</em>'
@@ -103,13 +103,17 @@ def _small(change: str) -> str:
     return f"<small>{text(change)}</small>" if change else ""
 
 
-def _parts(parts: Iterable[tuple[str, str, float, str, str]], whole: float) -> str:
+def _parts(parts: Iterable[tuple[str, str, float, str, str]], whole: float, line: float = -1.0) -> str:
+    """Boxes with labels where there is room; none where the limit's line would run through it."""
     found = []
+    begin = 0.0
     for kind, name, size, title, label in parts:
         width = 100 * size / whole
         if width < 0.05:
             continue
-        inside = label if width >= ROOM else ""
+        struck = abs(begin + width / 2 - line) < ROOM / 2
+        begin += width
+        inside = label if width >= ROOM and not struck else ""
         found.append(f'<i class="{kind}" style="width:{width:.3f}%" title="{text(name)}: {title}">{inside}</i>')
     return "".join(found)
 

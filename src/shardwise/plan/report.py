@@ -8,6 +8,7 @@ compares the two.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict
@@ -47,7 +48,8 @@ def write_report(plan: Plan, tokens: float | None, path: Path) -> None:
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise UserError("--html", str(path), f"cannot be written ({error.strerror})", "choose another") from None
 
 
