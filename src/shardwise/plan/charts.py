@@ -22,7 +22,7 @@ TIME = {
     "waiting": ("t4", "waiting for the host"), "model_axes": ("t5", "tensor, context, expert, stages"),
     "data_axis": ("t6", "ZeRO, not hidden"), "offload": ("t7", "offload"), "bubble": ("t8", "pipeline idle"),
 }  # fmt: skip
-ROOM = 7.0  # per cent of a track that a label inside a part needs
+MEMORY_ROOM, TIME_ROOM = 1.8, 2.2  # per cent of a track that a letter of a label needs; tracks of time are shorter
 
 
 def text(value: object) -> str:
@@ -75,8 +75,10 @@ def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
     for row in rows:
         total, step = sum(row.memory.values()), sum(row.time.values())
         sizes = ((kind, n, row.memory.get(n, 0.0)) for n, kind in MEMORY.items())
-        memory = _parts(((kind, n, s, f"{gib(s)} GiB", gib(s)) for kind, n, s in sizes), largest, at)
-        time = _parts(((*TIME.get(n, ("t0", n)), s, seconds(s), seconds(s)) for n, s in row.time.items()), longest)
+        memory = _parts(((kind, n, s, f"{gib(s)} GiB", gib(s)) for kind, n, s in sizes), largest, MEMORY_ROOM, at)
+        time = _parts(
+            ((*TIME.get(n, ("t0", n)), s, seconds(s), seconds(s)) for n, s in row.time.items()), longest, TIME_ROOM
+        )
         over = "" if row.fits else " over"
         warn = "" if row.fits else '<em class="bad">does not fit</em>'
         star = f'<b class="star">{text(row.mark)}</b>' if row.mark else ""
@@ -103,7 +105,7 @@ def _small(change: str) -> str:
     return f"<small>{text(change)}</small>" if change else ""
 
 
-def _parts(parts: Iterable[tuple[str, str, float, str, str]], whole: float, line: float = -1.0) -> str:
+def _parts(parts: Iterable[tuple[str, str, float, str, str]], whole: float, letter: float, line: float = -99.0) -> str:
     """Boxes with labels where there is room; none where the limit's line would run through it."""
     found = []
     begin = 0.0
@@ -111,9 +113,10 @@ def _parts(parts: Iterable[tuple[str, str, float, str, str]], whole: float, line
         width = 100 * size / whole
         if width < 0.05:
             continue
-        struck = abs(begin + width / 2 - line) < ROOM / 2
+        room = letter * len(label)
+        struck = abs(begin + width / 2 - line) < room / 2
         begin += width
-        inside = label if width >= ROOM and not struck else ""
+        inside = label if width >= room and not struck else ""
         found.append(f'<i class="{kind}" style="width:{width:.3f}%" title="{text(name)}: {title}">{inside}</i>')
     return "".join(found)
 

@@ -25,7 +25,7 @@ from shardwise.plan.explain import guidelines, reasons, told
 from shardwise.plan.ladder import Rung, ladder, variants
 from shardwise.plan.moments import Moments, attention_shares, moments_of
 from shardwise.plan.quick import SLOWER, Quick, Strategy
-from shardwise.plan.search import Option, Plan
+from shardwise.plan.search import NEARLY, Option, Plan
 from shardwise.plan.time import CONTENTION
 from shardwise.plan.timeline import lanes, pipeline
 from shardwise.rehearse.ledger import WORKSPACE
@@ -81,6 +81,7 @@ def render_report(plan: Plan, tokens: float | None) -> str:
 def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[float, float]) -> dict[str, Any]:
     """All that the page's own formulas need; see [Note: rough]."""
     of, cluster, run = quick.of, plan.cluster, plan.run
+    best = plan.best.estimate if plan.best is not None else None
     text_config = plan.source.config.get_text_config(decoder=True)
     return {
         **{name: getattr(of, name) for name in ("forward", "backward", "rest", "update", "kept", "input", "besides")},
@@ -98,7 +99,8 @@ def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[
         "batch": run.train.batch_size, "length": run.data.sequence_length,
         "longest": int(getattr(text_config, "max_position_embeddings", 0) or 0),
         "heads": first_of(text_config, HEADS),
-        "strategy": asdict(strategy),
+        "strategy": asdict(strategy), "nearly": NEARLY,
+        "rehearsed": None if best is None else {"memory": best.peak, "seconds": best.time.seconds},
     }  # fmt: skip
 
 
@@ -194,7 +196,8 @@ def _ladder(plan: Plan, strategy: Strategy | None) -> str:
         if before is not None:
             changes = _signed(total - before[0]), _percent(spent / before[1] - 1)
         mark = ("chosen" if plan.best else "nearest") if rung.strategy == strategy else ""
-        rows.append(Row(rung.name, parts, {"step": spent}, total <= limit, "", mark, *changes))
+        fits = _fits(plan, rung.strategy, total)
+        rows.append(Row(rung.name, parts, {"step": spent}, fits is not False, "", mark, *changes))
         before = total, spent
     note = "Rough scores: formulas over one rehearsed block, to rank techniques and to show what each is for."
     best = plan.best
@@ -215,7 +218,7 @@ def _table(plan: Plan, strategy: Strategy | None) -> str:
     size, spent = quick.memory(strategy), quick.seconds(strategy)
     first = (
         f'<tr class="chosen"><th scope="row">{text(told(strategy))}</th><td>{gib(size)}</td><td></td>'
-        f"<td>{seconds(spent)}</td><td></td><td>{_verdict(plan, size)}</td></tr>"
+        f"<td>{seconds(spent)}</td><td></td><td>{_verdict(plan, strategy, size)}</td></tr>"
     )
     lines = [first, *(_line(plan, quick, rung, size, spent) for rung in variants(plan, strategy))]
     heads = ("instead", "≈ GiB", "GiB saved", "≈ step", "slower", "")
@@ -236,7 +239,7 @@ def _line(plan: Plan, quick: Quick, rung: Rung, size: float, spent: float) -> st
     return (
         f'<tr>{name}<td>{gib(other)}</td><td class="{_better(saved, 0.05)}">{_figure(saved)}</td>'
         f'<td>{seconds(time)}</td><td class="{_better(-slower, 0.005)}">{_percent(slower)}</td>'
-        f"<td>{_verdict(plan, other)}</td></tr>"
+        f"<td>{_verdict(plan, rung.strategy, other)}</td></tr>"
     )
 
 
@@ -254,8 +257,18 @@ def _percent(share: float) -> str:
     return "0%" if abs(share) < 0.005 else f"{share:+.0%}".replace("-", "−")
 
 
-def _verdict(plan: Plan, size: float) -> str:
-    return "fits" if size <= plan.cluster.device.memory else '<em class="bad">does not fit</em>'
+def _fits(plan: Plan, s: Strategy, size: float) -> bool | None:
+    """By the rough score; None where only a rehearsal can tell, and by the rehearsal where there was one."""
+    known = {option.strategy: option.estimate.fits for option in (*plan.options, *plan.too_large)}
+    if s in known:
+        return known[s]
+    limit = plan.cluster.device.memory
+    return True if size <= limit else None if size <= NEARLY * limit else False
+
+
+def _verdict(plan: Plan, s: Strategy, size: float) -> str:
+    fits = _fits(plan, s, size)
+    return "fits" if fits else "just about" if fits is None else '<em class="bad">does not fit</em>'
 
 
 def _moments(plan: Plan, option: Option | None, moments: Moments | str) -> str:
