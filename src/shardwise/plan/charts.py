@@ -22,7 +22,7 @@ TIME = {
     "waiting": ("t4", "waiting for the host"), "model_axes": ("t5", "tensor, context, expert, stages"),
     "data_axis": ("t6", "ZeRO, not hidden"), "offload": ("t7", "offload"), "bubble": ("t8", "pipeline idle"),
 }  # fmt: skip
-MEMORY_ROOM, TIME_ROOM = 1.8, 2.2  # per cent of a track that a letter of a label needs; tracks of time are shorter
+MEMORY_ROOM, TIME_ROOM = 2.0, 2.2  # per cent of a track that a letter of a label needs; tracks of time are shorter
 
 
 def text(value: object) -> str:
@@ -150,6 +150,9 @@ def area(
         shapes.append(f'<line class="phase" x1="{x(share):.1f}" x2="{x(share):.1f}" y1="{top - 14}" y2="{bottom}"/>')
         if x(end) - x(share) > 8 * len(name):
             shapes.append(f'<text class="tick" x="{x(share) + 5:.1f}" y="{top - 5}">{text(name)}</text>')
+        elif end == 1.0:  # the update is short: its name stands before it
+            place = f'x="{x(share) - 8:.1f}" y="{top - 5}" text-anchor="end"'
+            shapes.append(f'<text class="tick" {place}>{text(name)} →</text>')
     if limit <= most:
         shapes.append(f'<line class="limit" x1="{left}" x2="{width - 8}" y1="{y(limit):.1f}" y2="{y(limit):.1f}"/>')
     shapes.append(f'<text class="tick" x="{left - 8}" y="{top - 8}" text-anchor="end">GiB</text>')

@@ -140,7 +140,8 @@ def pipeline(found: Estimate) -> tuple[str, str]:
     label = 'role="img" aria-label="stages of the pipeline"'
     svg = f'{keys}<svg viewBox="0 0 {WIDTH} {high}" {label}>{"".join(shapes)}</svg>'
     idle = 1 - count * (forward + backward) / end
-    words = f"{parallel.schedule}: {stages} stages, {count} micro-batches, {idle:.0%} idle as drawn"
+    drawn = "interleaved" if len(boxes) > 2 * stages * count else "1f1b"
+    words = f"{drawn}: {stages} stages, {count} micro-batches, {idle:.0%} idle as drawn"
     if stages < parallel.pipeline or count < found.micro_batches:
         words += f" (cut: it has {parallel.pipeline} stages and {found.micro_batches} micro-batches a step)"
     return svg, f"{words}. Numbers are micro-batches; exchange and waiting are part of each box."
