@@ -178,20 +178,27 @@ class Quick:
 
     def memory(self, s: Strategy) -> float:
         """Bytes of the device."""
+        return sum(self.parts(s).values())
+
+    def parts(self, s: Strategy) -> dict[str, float]:
+        """Those bytes by category; the report's page has the same formulas in JavaScript, and a test compares them."""
         of, (_, shard) = self.of, self.ranks(s)
         block, mine = self.parameters(s)
         trained, frozen = mine * of.sizes.trained, mine * (1 - of.sizes.trained)
         full = of.sizes.trained > 0.5
         working = 2.0 if self.run.precision != "fp32" else 4.0
-        held = (working * trained if s.zero < 3 else 0.0) + 4 * trained / (shard if s.zero >= 2 else 1)
-        states = 0.0 if s.offload != "none" else state_bytes(self.run.train)
         masters = 4.0 if s.offload == "none" else 2.0
-        held += (states + masters) * trained / (shard if s.zero else 1)
-        held += self.frozen * frozen / (shard if s.zero == 3 else 1)
+        states = 0.0 if s.offload != "none" else state_bytes(self.run.train)
+        weights = (working * trained if s.zero < 3 else 0.0) + self.frozen * frozen / (shard if s.zero == 3 else 1)
+        gradients = 4 * trained / (shard if s.zero >= 2 else 1)
+        optimizer = (states + masters) * trained / (shard if s.zero else 1)
         if s.offload_parameters != "none":  # weights and gradients are elsewhere
-            held -= min(held, (masters + 4) * trained / shard)
+            left = (masters + 4) * trained / shard
+            gradients, left = max(0.0, gradients - left), max(0.0, left - gradients)
+            optimizer, left = max(0.0, optimizer - left), max(0.0, left - optimizer)
+            weights = max(0.0, weights - left)
         if s.secondary is not None:
-            held += 2 * mine / s.secondary
+            weights += 2 * mine / s.secondary
         gathered = 2 * block * (2 if s.zero == 3 else 0) + (4 * block * 2 if s.zero >= 2 and full else 0)
         layers = math.ceil(of.sizes.layers / s.pipeline)
         part = s.micro / (s.tensor * s.context)
@@ -199,7 +206,10 @@ class Quick:
         kept = of.kept * part + extra
         flight = min(self.count(s), s.pipeline * (1.5 if s.interleaved else 1.0)) if s.pipeline > 1 else 1
         stored = layers * flight * (of.input * part if s.recompute else kept) + (kept if s.recompute else 0.0)
-        return held + gathered + stored + of.besides * max(0.25, part) + WORKSPACE
+        return {
+            "parameters": weights, "optimizer": optimizer, "gradients": gradients, "gathered": gathered,
+            "activations": stored, "temporary": of.besides * max(0.25, part), "workspace": float(WORKSPACE),
+        }  # fmt: skip
 
     def host(self, s: Strategy) -> float:
         """Bytes of a node's memory."""
