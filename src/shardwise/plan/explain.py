@@ -29,7 +29,7 @@ def _choices(plan: Plan, best: Option, quick: Quick) -> Iterator[str]:
         yield _why_stage(s, quick, cluster)
     if s.tensor > 1:
         without = _nearest(quick, replace(s, tensor=1))
-        inner = f"tensor {s.tensor} stays within a node ({_rate(cluster.within.bandwidth)} each)"
+        inner = f"tensor {s.tensor} stays within a node ({per_second(cluster.within.bandwidth)} each)"
         spent = found.time.model_axes
         yield f"{inner} and costs {spent:.2g} s of a step; without it: {without}."
     if s.pipeline > 1:
@@ -46,7 +46,7 @@ def _choices(plan: Plan, best: Option, quick: Quick) -> Iterator[str]:
         yield f"expert {s.expert}: {size / 1e9:.0f}B of the parameters are experts'."
     if s.secondary is not None:
         first = bus_bandwidth(cluster.per_node, cluster.nodes, cluster.within, cluster.across)
-        yield f"hpZ keeps later gathers within the node: {_rate(cluster.within.bandwidth)} instead of {_rate(first)}."
+        yield f"hpZ keeps later gathers within the node: {per_second(cluster.within.bandwidth)} instead of {per_second(first)}."
     if s.recompute:
         size = quick.memory(replace(s, recompute=False))
         yield f"recompute: full, because keeping all activations would take about {human(size)} of {human(device)}."
@@ -80,9 +80,7 @@ def _why_stage(s: Strategy, quick: Quick, cluster: Cluster) -> str:
         spread = quick.ranks(s)[1]
         near = max(1, min(spread, cluster.per_node // s.tensor))
         rate = bus_bandwidth(near, -(-spread // near), cluster.within, cluster.across)
-        moved = (
-            f"; it moves {total / 1e9:,.0f} GB per step at {_rate(rate)} = {total / rate:.2g} s beside the computation"
-        )
+        moved = f"; it moves {total / 1e9:,.0f} GB per step at {per_second(rate)} = {total / rate:.2g} s beside the computation"
     return f"{words}: {why}{moved}."
 
 
@@ -165,8 +163,9 @@ def guidelines(plan: Plan) -> list[tuple[str, str, bool]]:
     return rules
 
 
-def _rate(rate: float) -> str:
-    return f"{rate / 1e9:,.0f} GB/s"
+def per_second(rate: float) -> str:
+    """A link's bandwidth."""
+    return f"{rate / 1e9:,.{0 if rate >= 1e10 else 1}f} GB/s"
 
 
 def headline(found: Estimate) -> str:

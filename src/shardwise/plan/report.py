@@ -21,12 +21,12 @@ from shardwise.config.axes import HEADS, first_of
 from shardwise.errors import UserError
 from shardwise.plan.charts import GIB, Row, area, bars, gib, seconds, text
 from shardwise.plan.estimate import Estimate
-from shardwise.plan.explain import guidelines, reasons, told
+from shardwise.plan.explain import guidelines, per_second, reasons, told
 from shardwise.plan.ladder import Rung, ladder, variants
 from shardwise.plan.moments import Moments, attention_shares, moments_of
 from shardwise.plan.quick import SLOWER, Quick, Strategy
 from shardwise.plan.search import NEARLY, Option, Plan
-from shardwise.plan.time import CONTENTION
+from shardwise.plan.time import BLEND, CONTENTION
 from shardwise.plan.timeline import lanes, pipeline
 from shardwise.rehearse.ledger import WORKSPACE
 from shardwise.train.describe import human
@@ -84,13 +84,13 @@ def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[
     best = plan.best.estimate if plan.best is not None else None
     text_config = plan.source.config.get_text_config(decoder=True)
     return {
-        **{name: getattr(of, name) for name in ("forward", "backward", "rest", "update", "kept", "input", "besides")},
+        **{name: value for name, value in vars(of).items() if name != "sizes"},
         "sizes": asdict(of.sizes),
         "attention": {"forward": attention[0], "backward": attention[1]},
         "frozen": quick.frozen,
         "working": 2.0 if run.precision != "fp32" else 4.0,
         "states": state_bytes(run.train),
-        "workspace": WORKSPACE, "slower": SLOWER, "contention": CONTENTION,
+        "workspace": WORKSPACE, "slower": SLOWER, "contention": CONTENTION, "blend": BLEND,
         "cluster": {
             "nodes": cluster.nodes, "per_node": cluster.per_node, "memory": cluster.device.memory,
             "launch": cluster.device.launch, "host_link": cluster.device.host_link, "disk_read": cluster.disk_read,
@@ -113,8 +113,8 @@ def _header(plan: Plan, tokens: float | None) -> str:
     run, cluster = plan.run, plan.cluster
     sizes = plan.quick.of.sizes if plan.quick is not None else None
     count = f"{(sizes.block * sizes.layers + sizes.rest) / 1e9:.2f}B parameters · " if sizes else ""
-    links = f" · {cluster.within.bandwidth / 1e9:,.0f} GB/s within a node" if cluster.per_node > 1 else ""
-    links += f", {cluster.across.bandwidth / 1e9:,.0f} GB/s between nodes, per device" if cluster.nodes > 1 else ""
+    links = f" · {per_second(cluster.within.bandwidth)} within a node" if cluster.per_node > 1 else ""
+    links += f", {per_second(cluster.across.bandwidth)} between nodes, per device" if cluster.nodes > 1 else ""
     method = "full fine-tuning" if run.method.type == "full" else run.method.type
     about = (
         f"{count}{method} · {run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step · "

@@ -6,6 +6,7 @@ forward made and backward freed are activations.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,16 +74,20 @@ class Ledger:
 def ledger_of(tracker: Tracker, head: str = "lm_head") -> Ledger:
     """Sorts what a tracker saw; `head` is the name of the model's output layer."""
     update = next((time for time, phase in tracker.marks if phase == "update"), tracker.time)
-    blocks = [(block, _category(block, update, head)) for block in tracker.blocks]
+    begun = [time for time, kind, number in tracker.borders if (kind, number) == ("forward", 0)]
+    blocks = [(block, _category(block, update, head, begun)) for block in tracker.blocks]
     return Ledger(blocks, tracker.peak, tracker.peak_time, tracker.marks, tracker.time)
 
 
-def _category(block: Block, update: int, head: str) -> str:
+def _category(block: Block, update: int, head: str, begun: list[int]) -> str:
+    """`begun` is when each micro-batch did: what a backward leaves for the next one are sums of gradients."""
     if block.category:
         return block.category
     lasts = block.died is None or block.died > update
     if block.phase == "backward":
-        return "gradients" if lasts else "temporary"
+        after = bisect_right(begun, block.born)
+        summed = after < len(begun) and (block.died is None or block.died > begun[after])
+        return "gradients" if lasts or summed else "temporary"
     if block.phase != "forward":
         return "temporary"
     return "logits and loss" if block.module == head else "activations"
