@@ -46,7 +46,8 @@ def _choices(plan: Plan, best: Option, quick: Quick) -> Iterator[str]:
         yield f"expert {s.expert}: {size / 1e9:.0f}B of the parameters are experts'."
     if s.secondary is not None:
         first = bus_bandwidth(cluster.per_node, cluster.nodes, cluster.within, cluster.across)
-        yield f"hpZ keeps later gathers within the node: {per_second(cluster.within.bandwidth)} instead of {per_second(first)}."
+        near = per_second(cluster.within.bandwidth)
+        yield f"hpZ keeps later gathers within the node: {near} instead of {per_second(first)}."
     if s.recompute:
         size = quick.memory(replace(s, recompute=False))
         yield f"recompute: full, because keeping all activations would take about {human(size)} of {human(device)}."
@@ -80,7 +81,8 @@ def _why_stage(s: Strategy, quick: Quick, cluster: Cluster) -> str:
         spread = quick.ranks(s)[1]
         near = max(1, min(spread, cluster.per_node // s.tensor))
         rate = bus_bandwidth(near, -(-spread // near), cluster.within, cluster.across)
-        moved = f"; it moves {total / 1e9:,.0f} GB per step at {per_second(rate)} = {total / rate:.2g} s beside the computation"
+        spent = f"{per_second(rate)} = {total / rate:.2g} s"
+        moved = f"; it moves {total / 1e9:,.0f} GB per step at {spent} beside the computation"
     return f"{words}: {why}{moved}."
 
 
