@@ -19,6 +19,7 @@ from shardwise.data.mixing import all_names
 from shardwise.errors import Interrupted, OutOfMemory, RunFailed, UserError
 from shardwise.models.source import ModelSource
 from shardwise.observe.tokenising import TokenisingProgress
+from shardwise.plan.worth import worth_predicting
 from shardwise.train.job import Job, prepare_job
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ class Trainer:
 
     def _gate(self, say: Callable[[str], None], source: ModelSource, run: Run, adapted: Adapted) -> Run:
         """Predicts the run, once it is known what will be trained."""
-        from shardwise.plan.gate import check_fits
-
         ranks, smaller = world_size(run), self.loaded.run.train.micro_batch_size == "auto"
-        sizes = (adapted.trainable, adapted.frozen_bytes)
-        self.prediction, run = check_fits(source, run, ranks, *sizes, self._force, smaller, say)
+        if worth_predicting(run, ranks, adapted.trainable, adapted.frozen_bytes):
+            from shardwise.plan.gate import check_fits
+
+            self.prediction, run = check_fits(source, run, ranks, self._force, smaller, say)
         return run
 
     def fit(self, say: Callable[[str], None] = lambda _: None) -> Result:

@@ -11,9 +11,11 @@ import pytest
 from support.families import config_of
 from support.tiny import LLAMA, rows_of_pairs, saved_model, tiny_run, tokenizer_folder
 
+from shardwise import trainer
 from shardwise.config.load import load_run
+from shardwise.config.resolve import resolve_machine
 from shardwise.errors import UserError
-from shardwise.plan import auto, calibration, gate
+from shardwise.plan import auto, calibration, gate, worth
 from shardwise.plan.calibration import Record
 from shardwise.plan.hardware import Cluster, cluster_of
 from shardwise.rehearse.ledger import WORKSPACE
@@ -29,6 +31,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
         cluster = cluster_of("h100", 1, ranks)
         return replace(cluster, device=replace(cluster.device, memory=int(memory)))
 
+    monkeypatch.setattr(trainer, "worth_predicting", lambda *_: True)
     monkeypatch.setattr(gate, "cluster_here", here)
     monkeypatch.setattr(auto, "cluster_here", here)
 
@@ -41,16 +44,16 @@ def a_run(tmp: Path, **changes: Any) -> dict[str, Any]:
 
 def prepared(run: dict[str, Any], *overrides: str, force: bool = False) -> tuple[Trainer, list[str]]:
     said: list[str] = []
-    trainer = Trainer(run, *overrides, force=force)
-    trainer.prepare(said.append)
-    return trainer, said
+    made = Trainer(run, *overrides, force=force)
+    made.prepare(said.append)
+    return made, said
 
 
 def needs(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> float:
     limited(monkeypatch, 1e12)
-    trainer, said = prepared(run)
-    assert trainer.prediction is not None and any(line.startswith("foreseen: ") for line in said)
-    return trainer.prediction.found.peak
+    made, said = prepared(run)
+    assert made.prediction is not None and any(line.startswith("foreseen: ") for line in said)
+    return made.prediction.found.peak
 
 
 # Family, what is unusual, and the share of what it needs that there is.
@@ -90,10 +93,18 @@ def test_what_does_not_fit_is_refused_and_its_first_remedy_runs(
     first = refused.value.remedy.splitlines()[0]
     settings, _, price = first.partition(": ")
     assert "saves" in price and ("time per step" in price or "no slower" in price)
-    trainer, _ = prepared(run, *settings.split())
-    assert trainer.prediction is not None and trainer.prediction.found.fits
-    assert trainer.fit().step == 2
+    made, _ = prepared(run, *settings.split())
+    assert made.prediction is not None and made.prediction.found.fits
+    assert made.fit().step == 2
     assert json.loads((tmp_path / "out" / gate.FILE).read_text())["fits"]
+
+
+def test_on_a_cpu_only_large_runs_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = resolve_machine(load_run(a_run(tmp_path, objective="causal")).run).run
+    assert not worth.worth_predicting(run, 1, 10**6, 0)
+    monkeypatch.setattr(worth, "usable_memory", lambda: 10**7)
+    assert worth.worth_predicting(run, 1, 10**6, 0)
+    assert prepared(a_run(tmp_path))[0].prediction is None
 
 
 def test_force_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +117,8 @@ def test_a_micro_batch_that_was_left_open_is_made_smaller(tmp_path: Path, monkey
     run = a_run(tmp_path)
     peak = needs(run, monkeypatch)
     limited(monkeypatch, WORKSPACE + 0.8 * (peak - WORKSPACE))
-    trainer, _ = prepared(run, "train.micro_batch_size=auto")
-    job = trainer.prepare()
+    made, _ = prepared(run, "train.micro_batch_size=auto")
+    job = made.prepare()
     assert int(job.run.train.micro_batch_size) < 8 and "fits" in job.reasons["train.micro_batch_size"]
 
 

@@ -28,7 +28,13 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "billions"), SIZES.items())
+FIRST = ("llama-3.1-405b", "qwen3-30b-a3b", "gpt2-xl", "t5-base")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] not in FIRST)) for one in SIZES.items()],
+)
 def test_known_models_have_their_published_sizes(name: str, billions: float) -> None:
     sizes = sizes_of(find_config(Model(name=name)))
     assert (sizes.layers * sizes.block + sizes.rest) / 1e9 == pytest.approx(billions, rel=0.01)

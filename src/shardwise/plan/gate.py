@@ -1,8 +1,4 @@
-"""Before a run starts: whether it will fit, and what to change if not. After it: what was foreseen and what came true.
-
-A GPU's run is always predicted. On a CPU a prediction takes as long as a small run: there it is made where the states
-alone come near to the memory.
-"""
+"""Before a run starts: whether it will fit, and what to change if not. After it: what was foreseen beside what came."""
 
 from __future__ import annotations
 
@@ -22,11 +18,8 @@ from shardwise.plan.hardware import Cluster
 from shardwise.plan.remedies import remedies
 from shardwise.plan.result import estimate_dict
 from shardwise.train.describe import human
-from shardwise.zero.policy import held_by_place
 
 FILE = "prediction.json"
-NEAR = 0.4  # of a CPU's memory, held by all ranks, from which it is worth a closer look
-REHEARSED = ("causal", "seq2seq", "masked")
 
 
 @dataclass(frozen=True)
@@ -51,18 +44,8 @@ class Prediction:
         return f"{human(self.peak)} of {human(limit)} per rank, {self.seconds:.3g} s per step{after}"
 
 
-def predict(
-    source: ModelSource, run: Run, ranks: int, trained: int, frozen: int, cluster: Cluster
-) -> Prediction | None:
-    """What a resolved run takes on these ranks; None where that is not known, or not worth the time."""
-    if run.objective == "auto" or run.objective.type not in REHEARSED:
-        return None
-    if cluster.device.kind == "cpu":
-        pieces = run.parallel.pipeline * run.parallel.tensor
-        held = held_by_place(run, trained // pieces, max(1, ranks // pieces), frozen // pieces)
-        local = min(ranks, cluster.per_node)
-        if sum(held.get("device", {}).values()) * local < NEAR * cluster.host_memory:
-            return None
+def predict(source: ModelSource, run: Run, cluster: Cluster) -> Prediction | None:
+    """What a resolved run takes on a cluster; None where that is not known."""
     try:
         found = estimate(source, run, cluster)
     except RunFailed:
@@ -71,9 +54,8 @@ def predict(
 
 
 def check_fits(
-    source: ModelSource, run: Run, ranks: int, trained: int, frozen: int, force: bool, smaller: bool,
-    say: Callable[[str], None],
-) -> tuple[Prediction | None, Run]:  # fmt: skip
+    source: ModelSource, run: Run, ranks: int, force: bool, smaller: bool, say: Callable[[str], None]
+) -> tuple[Prediction | None, Run]:
     """Refuses a run that will not fit, with remedies; `force` lets it try.
 
     With `smaller`, the micro-batch was left to us: it is halved until it fits.
@@ -81,11 +63,11 @@ def check_fits(
     cluster = cluster_here(run, ranks)
     if cluster is None or (os.environ.get("RANK", "0") != "0" and not smaller):
         return None, run  # the first rank speaks for all
-    made = predict(source, run, ranks, trained, frozen, cluster)
+    made = predict(source, run, cluster)
     while made is not None and smaller and not made.found.fits and int(run.train.micro_batch_size) > 1:
         less = run.train.model_copy(update={"micro_batch_size": _halved(int(run.train.micro_batch_size))})
         run = run.model_copy(update={"train": less})
-        made = predict(source, run, ranks, trained, frozen, cluster)
+        made = predict(source, run, cluster)
     if made is None:
         return None, run
     say(f"foreseen: {made.told()}")
