@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +32,7 @@ from shardwise.train.describe import human
 
 LENGTH = 4096
 THOROUGH = 60.0  # seconds for sketches
+METHODS = ("full", "lora", "qlora", "ia3")
 ADAPTERS = ("lora", "qlora")  # tried where full fine-tuning does not fit and no method was asked for
 
 
@@ -52,6 +56,7 @@ class Asked:
 def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool) -> int:
     """Plans and prints; 0 if something fits, else 1."""
     console = Console(highlight=False, stderr=as_json)
+    _check(asked, write, html)
     cluster = _cluster(asked)
     values, is_file = _values(asked)
     tokens = _tokens(asked.tokens)
@@ -89,6 +94,28 @@ def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool)
         write.write_text(run_yaml(chosen, values, is_file))
         console.print(f"{write}: check the data, then run `shardwise train {write}`")
     return 0 if chosen.best is not None else 1
+
+
+def _check(asked: Asked, write: Path | None, html: Path | None) -> None:
+    """Mistakes that need no search to be seen."""
+    for option, value in (("--price", asked.price), ("--memory", asked.memory)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(option, value, "must be above 0", f"e.g. {option} {'2.5' if option == '--price' else '24'}")
+    for option, count in (("--nodes", asked.nodes), ("--gpus", asked.gpus)):
+        if count is not None and count < 1:
+            raise UserError(option, count, "there must be at least one", f"e.g. {option} 8")
+    if asked.method is not None and asked.method not in METHODS:
+        near = difflib.get_close_matches(asked.method, METHODS, n=1)
+        raise UserError("--method", asked.method, "is not known", f"use {near[0] if near else ', '.join(METHODS)}")
+    if write is not None and write.exists():
+        problem = "is a folder" if write.is_dir() else "is there already"
+        raise UserError("--write", str(write), problem, "name a file that is not there yet, e.g. planned.yaml")
+    for option, path in (("--write", write), ("--html", html)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            problem = "is a folder" if path.is_dir() else "its folder is not there"
+            raise UserError(option, str(path), problem, "name a file in a folder that exists")
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise UserError(option, str(path), "its folder cannot be written", "choose another")
 
 
 def _as_written(asked: Asked, cluster: Cluster, say: Callable[[str], None]) -> Estimate | str:
@@ -152,7 +179,9 @@ def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> t
         values["method"] = {"type": method}
     source = find_config(Model.model_validate(values["model"]))
     data, train = values.setdefault("data", {}), values.setdefault("train", {})
-    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or LENGTH
+    text = source.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or LENGTH
+    limit = 512 if source.config.is_encoder_decoder else limit
     data.setdefault("sequence_length", min(LENGTH, limit))
     train.setdefault("batch_size", max(32, 2 * cluster.ranks))
     train["micro_batch_size"] = 1
@@ -178,9 +207,12 @@ def _tokens(text: str | None) -> float | None:
         return None
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
     try:
-        return float(text[:-1]) * scale[text[-1].lower()] if text[-1].lower() in scale else float(parse_number(text))
+        found = float(text[:-1]) * scale[text[-1].lower()] if text[-1].lower() in scale else float(parse_number(text))
+        if not (math.isfinite(found) and found > 0):
+            raise ValueError
+        return found
     except (ValueError, IndexError):
-        raise UserError("--tokens", text, "is no number", "write e.g. 500M or 15T") from None
+        raise UserError("--tokens", text, "is no number of tokens", "write e.g. 500M or 15T") from None
 
 
 def show(plan: Plan, console: Console, tokens: float | None, short: bool = False) -> None:
@@ -212,7 +244,8 @@ def show(plan: Plan, console: Console, tokens: float | None, short: bool = False
         console.print(f"  [{'green' if agrees else 'yellow'}]{'✓' if agrees else '≠'}[/] {rule}: {here}")
     console.print(
         f"  [dim]{plan.considered:,} strategies looked at, "
-        f"{len(plan.options) + len(plan.too_large)} of them rehearsed in part; ≈ is a rough score[/dim]"
+        f"{len(plan.options) + len(plan.too_large)} of them rehearsed in part; ≈ is a rough score; tokens/s per device; "
+        "again: what is computed twice; waits: share of the step[/dim]"
     )
 
 
@@ -227,14 +260,16 @@ def _whole(plan: Plan, tokens: float) -> str:
 
 def _table(plan: Plan, tokens: float | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    titles = ["strategy", "micro", "recompute", "step", "tokens/s/device", "MFU", "memory", "waits"]
-    titles += ["cost"] if tokens and plan.cluster.price is not None else []
+    titles = ["strategy", "micro", "again", "step", "tokens/s", "MFU", "memory", "waits"]
+    titles += ["USD"] if tokens and plan.cluster.price is not None else []
     for title in titles:
-        table.add_column(title, justify="left" if title in ("strategy", "recompute") else "right")
+        table.add_column(
+            title, justify="left" if title in ("strategy", "again") else "right", no_wrap=title != "strategy"
+        )
     for option in (*plan.options, *plan.too_large):
         s, found = option.strategy, option.estimate
         waits = found.time.data_axis + found.time.model_axes + found.time.bubble + found.time.offload
-        size = human(found.peak) if found.spare >= 0 else f"[red]{human(found.peak)}[/red]"
+        size = human(found.peak) if found.fits else f"[red]✗ {human(found.peak)}[/red]"
         row = [s.name(), str(s.micro), "full" if s.recompute else "none", f"{found.time.seconds:.2f} s",
                f"{found.rate:,.0f}", f"{found.mfu:.0%}", size, f"{waits / found.time.seconds:.0%}"]  # fmt: skip
         if tokens and plan.cluster.price is not None:
@@ -243,10 +278,10 @@ def _table(plan: Plan, tokens: float | None) -> Table:
     quick = plan.quick
     assert quick is not None
     for s in plan.rough:
-        rate = plan.run.train.batch_size * plan.run.data.sequence_length / quick.seconds(s) / plan.cluster.ranks
+        spent, size = plan.scale[0] * quick.seconds(s), human(plan.scale[1] * quick.memory(s))
+        rate = plan.run.train.batch_size * plan.run.data.sequence_length / spent / plan.cluster.ranks
         again = "full" if s.recompute else "none"
-        row = [s.name(), str(s.micro), again, f"≈ {quick.seconds(s):.2f} s", f"≈ {rate:,.0f}", "",
-               f"≈ {human(quick.memory(s))}", ""]  # fmt: skip
+        row = [s.name(), str(s.micro), again, f"≈ {spent:.2f} s", f"≈ {rate:,.0f}", "", f"≈ {size}", ""]  # fmt: skip
         table.add_row(*row, style="dim")
     return table
 

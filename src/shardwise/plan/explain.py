@@ -52,20 +52,20 @@ def _choices(plan: Plan, best: Option, quick: Quick) -> Iterator[str]:
         size = quick.memory(replace(s, recompute=False))
         yield f"recompute: full, because keeping all activations would take about {human(size)} of {human(device)}."
     else:
-        yield f"nothing is computed again: {human(found.spare)} of {human(device)} stay free."
+        yield f"nothing is computed again: {human(device - found.peak)} of {human(device)} stay free."
     if s.offload != "none":
         size = quick.memory(replace(s, offload="none", offload_parameters="none"))
-        where = "the host's memory" if s.offload == "cpu" else "the disk"
+        where = "in the host's memory" if s.offload == "cpu" else "on disk"
         yield (
-            f"the optimizer's states are in {where} as the last resort: on the device it would take about "
+            f"the optimizer's states are {where} as the last resort: on the device it would take about "
             f"{human(size)}; moving them costs {found.time.offload:.2g} s of each step."
         )
 
 
 def _why_stage(s: Strategy, quick: Quick, cluster: Cluster) -> str:
-    words = f"ZeRO-{s.zero}" if s.zero else "every rank has all of it"
+    words = f"ZeRO-{s.zero}"
     if s.zero == 0:
-        return f"{words}: {human(quick.memory(s))} fit, and nothing has to be gathered."
+        return "no ZeRO: states fit undivided, and nothing has to be gathered."
     less = replace(s, zero=s.zero - 1, shard=s.shard if s.zero > 1 else None, secondary=None)
     size = quick.memory(less)
     lower = f"ZeRO-{s.zero - 1}" if s.zero > 1 else "without ZeRO it"
@@ -98,7 +98,7 @@ def _nearest(quick: Quick, s: Strategy) -> str:
     fitting = [one for one in several if quick.memory(one) <= quick.cluster.device.memory]
     if not fitting:
         least = min(quick.memory(one) for one in several)
-        return f"about {human(least)} at least, more than there is"
+        return f"about {human(least)}, more than there is (all else as it is)"
     best = min(fitting, key=quick.seconds)
     return f"about {quick.seconds(best):.2f} s a step and {human(quick.memory(best))}"
 
@@ -108,7 +108,7 @@ def _alternatives(plan: Plan) -> Iterator[str]:
     for other in plan.options[1:2]:
         slower = other.estimate.time.seconds / best.estimate.time.seconds - 1
         less = best.estimate.peak - other.estimate.peak
-        size = f"{human(abs(less))} {'less' if less > 0 else 'more'} memory"
+        size = f"{human(abs(less))} {'less' if less > 0 else 'more'} memory" if abs(less) > 2**20 else "the same memory"
         how = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
         yield f"next best: {told(other.strategy)}: {how}, {size}."
 
@@ -119,11 +119,11 @@ def told(s: Strategy) -> str:
 
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:
-    yield f"none of {plan.considered:,} strategies fits on {plan.cluster.ranks} × {plan.cluster.device.name}."
     if plan.rough and plan.quick is not None and plan.rough[0].offload != "none":
         s = plan.rough[0]
-        yield f"only {told(s)} would, at about {plan.quick.seconds(s):.0f} s a step."
+        yield f"nothing fits without offloading; with it, {told(s)} takes ≈ {plan.quick.seconds(s):.0f} s a step."
         return
+    yield f"none of {plan.considered:,} strategies fits on {plan.cluster.ranks} × {plan.cluster.device.name}."
     near = min(plan.too_large, key=lambda option: -option.estimate.spare, default=None)
     if near is not None:
         found = near.estimate
@@ -144,12 +144,13 @@ def guidelines(plan: Plan) -> list[tuple[str, str, bool]]:
         shown = found.time.data_axis / found.time.seconds
         if thin:
             rule = "between thinly connected nodes, divide within a node (hybrid sharding or hpZ)"
-            rules.append((rule, f"waiting for ZeRO's communication takes {shown:.0%} of a step", near))
+            how = "done" if near and (s.shard or s.secondary) else "not needed"
+            here = f"{how}: waiting for ZeRO's communication takes {shown:.0%} of a step"
+            rules.append((rule, here, near or shown < 0.1))
         rule = "tensor parallelism within a node"
         rules.append((rule, f"tensor {s.tensor} of {cluster.per_node} devices per node", s.tensor <= cluster.per_node))
-    rule = "offload only as the last resort"
-    needed = s.offload == "none" or not any(o.strategy.offload == "none" for o in plan.options)
-    rules.append((rule, "nothing is offloaded" if s.offload == "none" else "nothing else fits", needed))
+    if s.offload != "none":
+        rules.append(("offload only as the last resort", "nothing else fits", True))
     if s.pipeline > 1:
         count = found.micro_batches
         rule = "at least four micro-batches per pipeline stage"

@@ -27,8 +27,7 @@ def model_names() -> list[str]:
 
 def hub_name(name: str) -> str:
     """What RUN.yaml should call a model of the catalogue."""
-    key = _known(name)
-    return str(_entries()[key].get("hub") or name) if key else name
+    return str(_entries().get(name.lower(), {}).get("hub") or name)
 
 
 def find_config(model: Model, task: Task | None = None, say: Callable[[str], None] = lambda _: None) -> ModelSource:
@@ -56,13 +55,17 @@ def _read(name: str, model: Model) -> Any:
             path if path.is_dir() else name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
-        return _unknown(name, f"is no folder here and not to be had from the hub ({first_line(error)})")
+        what = (
+            "the folder has no config.json that transformers knows" if path.is_dir() else "not to be had from the hub"
+        )
+        return _unknown(name, f"{what} ({first_line(error)[:120]})")
 
 
 def _unknown(name: str, problem: str) -> NoReturn:
     near = difflib.get_close_matches(_plain(name), [_plain(n) for n in _entries()], n=2, cutoff=0.6)
     known = [n for n in _entries() if _plain(n) in near]
-    remedy = f"did you mean {' or '.join(known)}?" if known else f"known without a hub: {', '.join(_entries())}"
+    some = ", ".join(list(_entries())[:8])
+    remedy = f"did you mean {' or '.join(known)}?" if known else f"give a folder, a hub id, or e.g. {some}, …"
     raise UserError("model", name, f"{problem}, and no name of the catalogue", remedy) from None
 
 

@@ -40,6 +40,7 @@ class Strategy:
     recompute: bool = False
     offload: str = "none"
     offload_parameters: str = "none"
+    alone: bool = False  # on one device: there is nothing to divide
 
     def settings(self) -> dict[str, object]:
         """As RUN.yaml has them, by dotted path."""
@@ -69,14 +70,16 @@ class Strategy:
     def name(self) -> str:
         """In a few words."""
         words = [f"ZeRO-{self.zero}" if self.zero else "replicated"]
+        if self.alone and self.zero < 3:
+            words = ["one device"]
         if self.shard is not None:
             words[0] += f" in groups of {self.shard}"
         if self.secondary is not None:
             words.append(f"hpZ {self.secondary}")
-        words += [f"{axis} {size}" for axis in ("tensor", "context", "pipeline", "expert")
-                  if (size := getattr(self, axis)) > 1]  # fmt: skip
+        axes = {"tensor": "TP", "context": "CP", "pipeline": "PP", "expert": "EP"}
+        words += [f"{short} {size}" for axis, short in axes.items() if (size := getattr(self, axis)) > 1]
         if self.interleaved:
-            words.append("interleaved")
+            words[-1 if self.expert == 1 else -2] += " interleaved"
         if self.offload != "none":
             words.append(f"optimizer on {self.offload}")
         if self.offload_parameters != "none":
@@ -262,7 +265,8 @@ class Quick:
         else:
             moved = gather + reduce * (count if s.zero == 2 else 1) + across
         if s.zero == 0:
-            moved = self._wire("all_reduce", 4 * mine * sizes.trained, data * s.context, near)
+            close = max(1, min(data * s.context, cluster.per_node // s.tensor))
+            moved = self._wire("all_reduce", 4 * mine * sizes.trained, data * s.context, close)
         exposed = max(moved / (layers + 1) / count, moved - compute)
         exposed += CONTENTION * (moved - exposed)
         update = of.update * mine * sizes.trained / (shard if s.zero else 1)

@@ -50,6 +50,7 @@ class Plan:
     refused: dict[str, str] = field(default_factory=dict)  # strategies that the code cannot do, with the reason
     quick: Quick | None = field(default=None, repr=False)
     rough: list[Strategy] = field(default_factory=list)  # the next ones, by the rough score alone
+    scale: tuple[float, float] = (1.0, 1.0)  # what brings rough times and sizes to those of the sketches
 
     @property
     def best(self) -> Option | None:
@@ -92,6 +93,8 @@ def search(
             for option in _sketched(source, cluster, wave, refused):
                 (found if option.estimate.fits else too_large).append(option)
             limit = budget * (PATIENCE if not found else 1 / 3 if offload else 1)  # offload is a makeshift anyway
+            if found and not offload and _promising(quick, ranked, found, too_large):
+                limit = 2 * budget
             if time.perf_counter() - begun > limit and (found or budget):
                 break
         if found:
@@ -100,7 +103,12 @@ def search(
     seen = {option.strategy.family() for option in (*found, *too_large)}
     others = (s for s in ranked if s.family() not in seen and s.name() not in refused)
     rough = list(islice((s for s in others if legal(applied(run, s), source.config, cluster.ranks) is None), ROUGH))
-    return Plan(source, run, cluster, found, too_large, considered, fitting, refused, quick, rough)
+    if not considered:
+        problem = f"cannot be divided among {cluster.ranks} devices in any way"
+        raise UserError("train.batch_size", run.train.batch_size, problem, f"use a multiple of {cluster.ranks}")
+    scale = _scale(quick, [*found, *too_large])
+    rough.sort(key=quick.seconds)
+    return Plan(source, run, cluster, found, too_large, considered, fitting, refused, quick, rough, scale)
 
 
 def _plain(run: Run) -> Run:
@@ -164,6 +172,22 @@ def _waves(
             wave = []
     if wave:
         yield wave
+
+
+def _scale(quick: Quick, options: list[Option]) -> tuple[float, float]:
+    """By how much rough times and sizes are off, on the strategies that were sketched."""
+    if not options:
+        return 1.0, 1.0
+    times = median(o.estimate.time.seconds / quick.seconds(o.strategy) for o in options)
+    return times, median(o.estimate.peak / quick.memory(o.strategy) for o in options)
+
+
+def _promising(quick: Quick, ranked: list[Strategy], found: list[Option], too_large: list[Option]) -> bool:
+    """Whether one that was not sketched would win, if its rough score is off like the others'."""
+    times, _ = _scale(quick, found)
+    best = min(option.estimate.time.seconds for option in found)
+    seen = {option.strategy for option in (*found, *too_large)}
+    return any(times * quick.seconds(s) < 0.97 * best for s in ranked if s not in seen)
 
 
 def _doubtful(quick: Quick, too_large: list[Option], strategy: Strategy) -> bool:

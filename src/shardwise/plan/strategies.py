@@ -51,12 +51,13 @@ def enumerate_strategies(config: Any, run: Run, cluster: Cluster, offload: bool 
                 for interleaved in (False, True) if pipeline > 1 and (layers or 0) >= 2 * pipeline else (False,):
                     axes = (tensor, context, pipeline, interleaved, expert)
                     if not offload:
-                        yield Strategy(zero, shard, secondary, *axes, micro, recompute)
+                        yield Strategy(zero, shard, secondary, *axes, micro, recompute, alone=ranks == 1)
                     elif zero >= 2 and not fine and shard is None and secondary is None:
                         for place in ("cpu", "disk"):
-                            yield Strategy(zero, None, None, *axes, micro, recompute, place)
+                            yield Strategy(zero, None, None, *axes, micro, recompute, place, alone=ranks == 1)
                             if zero == 3:
-                                yield Strategy(zero, None, None, *axes, micro, recompute, place, place)
+                                both = (place, place)
+                                yield Strategy(zero, None, None, *axes, micro, recompute, *both, alone=ranks == 1)
 
 
 def _divides(size: int, heads: int | None, groups: int | None) -> bool:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from shardwise.config.schema import Run
 from shardwise.parallel.mesh import layout_of
 from shardwise.plan.hardware import Cluster, Device
+from shardwise.plan.network import KINDS
 from shardwise.plan.network import seconds as wire_seconds
 from shardwise.rehearse.tally import Tally
 from shardwise.rehearse.tracker import Work
@@ -168,7 +169,10 @@ def _communication(
     data: dict[str, float] = {}
     wire: dict[str, float] = {}
     for counts, times in ((tally.wire, micro_batches), (tally.wire_once, 1)):
-        for (phase, kind, ranks, size), count in counts.items():
+        for (phase, called, ranks, size), count in counts.items():
+            kind = called if called in KINDS else "send"
+            if called.startswith("recv"):
+                continue  # the other end of somebody's send
             tensor = size / 2 if kind == "all_reduce" else size
             spent = count * times * wire_seconds(kind, tensor, len(ranks), _per_node(ranks, cluster), cluster)
             axis = _axis(kind, ranks, run)
