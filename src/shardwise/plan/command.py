@@ -244,8 +244,8 @@ def show(plan: Plan, console: Console, tokens: float | None, short: bool = False
         console.print(f"  [{'green' if agrees else 'yellow'}]{'✓' if agrees else '≠'}[/] {rule}: {here}")
     console.print(
         f"  [dim]{plan.considered:,} strategies looked at, "
-        f"{len(plan.options) + len(plan.too_large)} of them rehearsed in part; ≈ is a rough score; tokens/s per device; "
-        "again: what is computed twice; waits: share of the step[/dim]"
+        f"{len(plan.options) + len(plan.too_large)} of them rehearsed in part; ≈ is a rough score; tokens/s per device;"
+        " again: what is computed twice; waits: share of the step[/dim]"
     )
 
 
