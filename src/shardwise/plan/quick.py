@@ -16,7 +16,7 @@ from shardwise.models.source import ModelSource
 from shardwise.plan.hardware import Cluster
 from shardwise.plan.network import seconds as wire_seconds
 from shardwise.plan.sketch import Sketched, sketch_depths
-from shardwise.plan.time import CONTENTION, blended, step_time
+from shardwise.plan.time import CONTENTION, blended, states_seconds, step_time, weights_seconds
 from shardwise.rehearse.ledger import WORKSPACE
 from shardwise.zero.policy import state_bytes
 
@@ -274,12 +274,10 @@ class Quick:
         offloaded = 0.0
         if s.offload != "none":
             size = (state_bytes(self.run.train) + 2) * mine * sizes.trained / (shard if s.zero else 1)
-            slow = cluster.device.host_link
-            if s.offload == "disk":
-                slow = min(slow, cluster.disk_read / cluster.per_node)
-            offloaded += size / slow
+            offloaded += states_seconds(size, s.offload, cluster)
         if s.offload_parameters != "none":
-            offloaded += max(0.0, count * passes * 2 * mine / shard / cluster.device.host_link - compute)
+            size = count * passes * 2 * mine / shard
+            offloaded += max(0.0, weights_seconds(size, s.offload_parameters, cluster) - compute)
         return compute + exposed + update + bubble + offloaded
 
     @lru_cache(maxsize=4096)  # noqa: B019  lives as long as a search

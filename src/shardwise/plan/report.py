@@ -94,6 +94,7 @@ def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[
         "cluster": {
             "nodes": cluster.nodes, "per_node": cluster.per_node, "memory": cluster.device.memory,
             "launch": cluster.device.launch, "host_link": cluster.device.host_link, "disk_read": cluster.disk_read,
+            "disk_write": cluster.disk_write,
             "within": asdict(cluster.within), "across": asdict(cluster.across),
         },
         "batch": run.train.batch_size, "length": run.data.sequence_length,

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from shardwise.config.schema import Run
-from shardwise.parallel.mesh import layout_of
 from shardwise.plan.hardware import Cluster, Device
 from shardwise.plan.network import KINDS
 from shardwise.plan.network import seconds as wire_seconds
@@ -88,7 +87,7 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
         first = spent / max(1.0, (tally.layers + 1) * micro_batches) if room else 0.0
         shown = max(first, spent - room) if room else spent
         exposed, hidden = exposed + shown + CONTENTION * (spent - shown), hidden + spent - shown
-    moved = _offloaded(tally, run, cluster, sum(compute.values()))
+    moved = _offloaded(tally, run, cluster, micro_batches, sum(compute.values()))
     return StepTime(
         compute["forward"], compute["backward"], compute["update"], waiting, sum(axes.values()), exposed, moved,
         hidden=hidden, host=host, wire=wire,
@@ -197,23 +196,32 @@ def _per_node(ranks: tuple[int, ...], cluster: Cluster) -> int:
     return sum(rank // cluster.per_node == ranks[0] // cluster.per_node for rank in ranks)
 
 
-def _offloaded(tally: Tally, run: Run, cluster: Cluster, compute: float) -> float:
+def states_seconds(size: float, place: str, cluster: Cluster) -> float:
+    """To bring states to the device and back: both ways at once over the link, one after the other on a disk."""
+    over_link = size / cluster.device.host_link
+    if place == "cpu":
+        return over_link
+    return max(over_link, size * cluster.per_node * (1 / cluster.disk_read + 1 / cluster.disk_write))
+
+
+def weights_seconds(size: float, place: str, cluster: Cluster) -> float:
+    """To bring weights to the device."""
+    over_link = size / cluster.device.host_link
+    return over_link if place == "cpu" else max(over_link, size * cluster.per_node / cluster.disk_read)
+
+
+def _offloaded(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, compute: float) -> float:
     """Seconds that states, weights and activations are under way and the computation does not hide."""
-    offload, link = run.offload, cluster.device.host_link
-    disk = (cluster.disk_read + cluster.disk_write) / 2 / cluster.per_node
-    trained = tally.trained
-    spent = 0.0
+    offload, trained, spent = run.offload, tally.trained, 0.0
     if offload.optimizer != "none":
         ratio = 1.0 if offload.ratio == "auto" else float(offload.ratio)
         size = trained * ratio * (state_bytes(run.train) + 2)  # and the low half of the masters, each way
-        rate = link if offload.optimizer == "cpu" else min(link, disk)
-        spent += size / rate * (1 - offloaded_share(offload, run.precision, run.train.clip))
+        hidden = offloaded_share(offload, run.precision, run.train.clip)
+        spent += states_seconds(size, offload.optimizer, cluster) * (1 - hidden)
     if offload.parameters != "none":
-        layout = layout_of(run.parallel, max(1, cluster.ranks))
         passes = 3 if run.recompute == "full" else 2
-        size = passes * 2 * trained / 1 if layout.shard >= 1 else 0.0  # this rank's shard, up for each pass
-        rate = link if offload.parameters == "cpu" else min(link, disk)
-        spent += max(0.0, size / rate - compute)
+        size = micro_batches * passes * 2 * trained  # this rank's shard, for each pass of each micro-batch
+        spent += max(0.0, weights_seconds(size, offload.parameters, cluster) - compute)
     if offload.activations != "none":
-        spent += max(0.0, 2 * tally.kept / link - compute)
+        spent += max(0.0, 2 * tally.kept / cluster.device.host_link - compute)
     return spent
