@@ -15,7 +15,7 @@ from shardwise import trainer
 from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
 from shardwise.errors import UserError
-from shardwise.plan import auto, calibration, gate, worth
+from shardwise.plan import auto, calibration, gate, kept, worth
 from shardwise.plan.calibration import Record
 from shardwise.plan.hardware import Cluster, cluster_of
 from shardwise.rehearse.ledger import WORKSPACE
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_and_its_first_remedy_runs(
     made, _ = prepared(run, *settings.split())
     assert made.prediction is not None and made.prediction.found.fits
     assert made.fit().step == 2
-    assert json.loads((tmp_path / "out" / gate.FILE).read_text())["fits"]
+    assert json.loads((tmp_path / "out" / kept.FILE).read_text())["fits"]
 
 
 def test_on_a_cpu_only_large_runs_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +130,8 @@ def test_auto_is_answered_with_a_reason(tmp_path: Path, monkeypatch: pytest.Monk
     job = prepared(open_run, "train.micro_batch_size=auto")[0].prepare()
     assert not job.run.parallel.auto and job.run.recompute in ("none", "full")
     assert "per step" in job.reasons["parallel"]
-    kept = prepared(open_run, "train.micro_batch_size=8", "parallel={zero: 2}")[0].prepare()
-    assert kept.run.recompute == "full" and kept.run.train.micro_batch_size == 8  # nothing else fits
+    same = prepared(open_run, "train.micro_batch_size=8", "parallel={zero: 2}")[0].prepare()
+    assert same.run.recompute == "full" and same.run.train.micro_batch_size == 8  # nothing else fits
 
 
 def test_auto_beside_settings_is_a_mistake(tmp_path: Path) -> None:
@@ -159,16 +159,21 @@ def test_predictions_are_kept_and_correct_the_next(tmp_path: Path, monkeypatch: 
     output = tmp_path / "run"
     output.mkdir()
     made = {"device": "h100", "peak": 1e9, "step_seconds": 1.0, "foreseen_bytes": 1e9, "foreseen_seconds": 1.0}
-    (output / gate.FILE).write_text(json.dumps(made))
-    told = gate.compare(output, "m", 1.25e9, 0.5)
+    (output / kept.FILE).write_text(json.dumps(made))
+    told = kept.compare(output, "m", 1.25e9, 0.5)
     assert told is not None and "-20.0%" in told and "+100%" in told
     assert len(calibration.records("h100")) == 4
+    steps = [{"kind": "train", "step": n, "elapsed_seconds": n * 0.5, "memory_bytes": 1.25e9} for n in range(1, 4)]
+    (output / kept.FILE).write_text(json.dumps(made | {"kind": "cuda"}))
+    assert kept.beside_prediction(output, "m", steps) == told
+    (output / kept.FILE).write_text(json.dumps(made | {"kind": "cpu"}))
+    assert kept.beside_prediction(output, "m", steps) is None and kept.beside_prediction(tmp_path, "m", steps) is None
 
 
 def test_a_shortage_is_laid_out(tmp_path: Path) -> None:
     made = {"memory": {"parameters": 2**30, "optimizer": 2**31, "activations": 2**32}, "limit": 2**33,
             "foreseen_bytes": 7 * 2**30}  # fmt: skip
-    (tmp_path / gate.FILE).write_text(json.dumps(made))
-    told = gate.explain_shortage(tmp_path, {"parameters": 2**30, "optimizer": 2**31}, 8 * 2**30)
+    (tmp_path / kept.FILE).write_text(json.dumps(made))
+    told = kept.explain_shortage(tmp_path, {"parameters": 2**30, "optimizer": 2**31}, 8 * 2**30)
     assert told is not None and "states: 3.0 GiB, foreseen 3.0 GiB" in told and "5.0 GiB, foreseen 4.0 GiB" in told
-    assert gate.explain_shortage(tmp_path / "other", {}, 0) is None
+    assert kept.explain_shortage(tmp_path / "other", {}, 0) is None

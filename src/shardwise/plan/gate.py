@@ -12,14 +12,13 @@ from typing import Any
 from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError
 from shardwise.models.source import ModelSource
-from shardwise.plan.calibration import Correction, Record, add, correction
+from shardwise.plan.calibration import Correction, correction
 from shardwise.plan.estimate import Estimate, estimate
 from shardwise.plan.hardware import Cluster
+from shardwise.plan.kept import FILE
 from shardwise.plan.remedies import remedies
 from shardwise.plan.result import estimate_dict
 from shardwise.train.describe import human
-
-FILE = "prediction.json"
 
 
 @dataclass(frozen=True)
@@ -131,47 +130,9 @@ def keep(made: Prediction | None, output: Path) -> None:
         (output / FILE).write_text(json.dumps(_plain(made), indent=1))
 
 
-def kept(output: Path) -> dict[str, Any] | None:
-    """The prediction of a run, if it was made."""
-    try:
-        return dict(json.loads((output / FILE).read_text()))
-    except (OSError, ValueError):
-        return None
-
-
 def _plain(made: Prediction) -> dict[str, Any]:
     device = made.found.cluster.device
     return estimate_dict(made.found, None) | {
-        "device": device.name, "limit": device.memory, "foreseen_bytes": made.peak, "foreseen_seconds": made.seconds,
+        "device": device.name, "kind": device.kind, "limit": device.memory,
+        "foreseen_bytes": made.peak, "foreseen_seconds": made.seconds,
     }  # fmt: skip
-
-
-def compare(output: Path, label: str, peak: float, seconds: float) -> str | None:
-    """Puts what a finished run measured beside its prediction, keeps both for the next, and says how far off it was."""
-    made = kept(output)
-    if made is None or peak <= 0 or seconds <= 0:
-        return None
-    add(Record(made["device"], label, made["peak"], peak, made["step_seconds"], seconds))
-    made |= {"measured_bytes": peak, "measured_seconds": seconds}
-    (output / FILE).write_text(json.dumps(made, indent=1))
-    size, spent = made["foreseen_bytes"] / peak - 1, made["foreseen_seconds"] / seconds - 1
-    return (
-        f"memory {human(peak)}, foreseen {human(made['foreseen_bytes'])} ({size:+.1%}); "
-        f"step {seconds:.3g} s, foreseen {made['foreseen_seconds']:.3g} s ({spent:+.0%})"
-    )
-
-
-def explain_shortage(output: Path, held: dict[str, int], peak: int) -> str | None:
-    """After a device ran out of memory: which part was larger than foreseen."""
-    made = kept(output)
-    if made is None:
-        return None
-    states = ("parameters", "optimizer", "gradients", "frozen")
-    foreseen = {name: made["memory"].get(name, 0) for name in made["memory"]}
-    known = sum(size for name, size in foreseen.items() if name in (*states, "gathered", "quantised base"))
-    here = sum(held.values())
-    rest, told = peak - here, sum(foreseen.values()) - known
-    lines = [f"foreseen were {human(made['foreseen_bytes'])} of {human(made['limit'])}; {human(peak)} were in use"]
-    lines.append(f"states: {human(here)}, foreseen {human(known)}")
-    lines.append(f"activations, buffers and the rest: {human(rest)}, foreseen {human(told)}")
-    return "\n    ".join(lines)

@@ -6,9 +6,7 @@ import json
 import math
 import time
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from shardwise.observe.progress import Progress
 from shardwise.observe.tables import Tables
 from shardwise.optim.schedules import set_rates
 from shardwise.parallel.mesh import World
+from shardwise.plan.kept import beside_prediction
 from shardwise.train.control import Control
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
 from shardwise.train.meter import not_finite
@@ -215,26 +214,10 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     # From the records, not the outcome: a run that was finished before has no losses of its own.
     losses = {record["kind"]: record["loss"] for record in records}
     summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
-    summary |= {"check": exported.checked}
+    summary |= {"check": exported.checked, "foresight": beside_prediction(job.output, job.source.label, records)}
     summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
     summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}
-    summary |= {"foresight": _beside_prediction(parts, records) if parts.world.device.type == "cuda" else None}
     (job.output / "result.json").write_text(json.dumps(summary, indent=1))
-
-
-def _beside_prediction(parts: Parts, records: list[dict[str, Any]]) -> str | None:
-    """What was foreseen of the run and what came true."""
-    from shardwise.plan.gate import compare
-
-    steps = [record for record in records if record["kind"] == "train"]
-    spent = [
-        (b["elapsed_seconds"] - a["elapsed_seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(steps)
-        if b["elapsed_seconds"] > a["elapsed_seconds"] and b["step"] > a["step"]
-    ]  # fmt: skip
-    if not spent:
-        return None
-    job = parts.job
-    return compare(job.output, job.source.label, max(r["memory_bytes"] for r in steps), median(spent))
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -60,7 +60,7 @@ def _shortage(error: Exception, job: Job, parts: Parts | None) -> str:
     """What was there when a device ran full, beside what was foreseen."""
     import torch
 
-    from shardwise.plan.gate import explain_shortage
+    from shardwise.plan.kept import explain_shortage
     from shardwise.zero.account import held_bytes
 
     words = f"the device has no memory left ({str(error).splitlines()[0][:120]})"
