@@ -18,6 +18,7 @@ from typing import Any
 from shardwise.config.axes import check_axes, check_model_axes, data_ranks, divisors_of
 from shardwise.config.compat import axes_used, first_clash
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
+from shardwise.config.paths import place
 from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import shard_size
@@ -41,11 +42,7 @@ class Resolution:
     def put(self, path: str, value: Any, reason: str) -> None:
         """Sets one value."""
         values = self.run.model_dump()
-        *parents, leaf = path.split(".")
-        place = values
-        for part in parents:
-            place = place[part]
-        place[leaf] = value
+        place(values, path, value)
         self.run = Run.model_validate(values)
         self.reasons[path] = reason
 

@@ -564,3 +564,8 @@ class Run(Section):
         min_length=1,
         description="auto = go on where the output folder left off; never; or a checkpoint folder",
     )
+
+    @property
+    def left_open(self) -> bool:
+        """Whether something is left to the planner (plan/auto.py)."""
+        return self.parallel.auto or self.recompute == "auto"

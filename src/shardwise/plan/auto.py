@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
+from shardwise.config.paths import place
 from shardwise.config.resolve import (
-    Machine,
     Resolution,
     resolve_machine,
     resolve_model,
     resolve_objective,
     task_wanted,
-    this_machine,
+    world_size,
 )
 from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
@@ -23,24 +22,17 @@ from shardwise.plan.quick import Strategy
 from shardwise.plan.search import search
 
 
-def asks(run: Run) -> bool:
-    """Whether a run leaves something to the planner."""
-    return run.parallel.auto or run.recompute == "auto"
-
-
 def answered(run: Run, say: Callable[[str], None]) -> Resolution:
     """The run with the best settings that fit here; micro-batch and recomputation that it names are kept.
 
     Every rank under torchrun comes to the same answer: nothing here depends on the clock.
     """
     plain = _plain(run)
-    here = this_machine()
-    settled = resolve_machine(plain, None if "WORLD_SIZE" in os.environ else Machine(here.gpus, here.bf16))
-    ranks = int(os.environ.get("WORLD_SIZE", settled.run.ranks))
+    settled = resolve_machine(plain)
     source = find_config(plain.model, task_wanted(plain))
     resolve_objective(settled, source.task)
     resolve_model(settled, source.config)
-    cluster = cluster_here(settled.run, ranks)
+    cluster = cluster_here(settled.run, world_size(settled.run))
     if cluster is None:
         problem = "this machine's GPU is not in the hardware table"
         raise UserError("parallel", "auto", problem, "run `shardwise bench`, or write the settings yourself")
@@ -60,11 +52,7 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
     result = Resolution(run)
     values = run.model_dump()
     for path, value in plan.best.strategy.settings().items():
-        *parents, leaf = path.split(".")
-        place = values
-        for part in parents:
-            place = place[part]
-        place[leaf] = value
+        place(values, path, value)
     values["parallel"]["auto"] = False
     result.run = Run.model_validate(values)
     why = f"{told(plan.best.strategy)}: {headline(plan.best.estimate)}"

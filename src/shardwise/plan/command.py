@@ -15,7 +15,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.config.load import load_run
+from shardwise.config.load import LoadedRun, load_run
+from shardwise.config.paths import place
 from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Model, Run
 from shardwise.config.units import parse_number
@@ -58,7 +59,8 @@ def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool)
     console = Console(highlight=False, stderr=as_json)
     _check(asked, write, html)
     cluster = _cluster(asked)
-    values, is_file = _values(asked)
+    loaded, is_file = _loaded(asked)
+    values = loaded.run.model_dump(exclude_unset=True)
     tokens = _tokens(asked.tokens)
     budget = THOROUGH if asked.thorough else BUDGET
     plans: list[Plan] = []
@@ -74,7 +76,7 @@ def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool)
             if len(methods) > 1:
                 run, source = _resolved(values, methods[0], cluster)
                 plans.append(search(source, run, cluster, status.update, budget))
-        written = _as_written(asked, cluster, status.update) if is_file else None
+        written = _as_written(loaded, cluster, status.update) if is_file else None
     chosen = next((p for p in reversed(plans) if p.best is not None), plans[-1])
     if as_json:
         told_of = estimate_dict(written, tokens) if isinstance(written, Estimate) else written
@@ -118,12 +120,11 @@ def _check(asked: Asked, write: Path | None, html: Path | None) -> None:
             raise UserError(option, str(path), "its folder cannot be written", "choose another")
 
 
-def _as_written(asked: Asked, cluster: Cluster, say: Callable[[str], None]) -> Estimate | str:
+def _as_written(loaded: LoadedRun, cluster: Cluster, say: Callable[[str], None]) -> Estimate | str:
     """What the run takes as it stands, or why it cannot be on this cluster."""
     say("rehearsing the run as it is written")
     try:
-        loaded = load_run(Path(asked.what), asked.overrides)
-        if loaded.run.parallel.auto or loaded.run.recompute == "auto":
+        if loaded.run.left_open:
             return "left to the planner"
         device = "cpu" if cluster.device.kind == "cpu" else "cuda"
         run = loaded.run.model_copy(update={"device": device, "ranks": "auto"})
@@ -155,15 +156,12 @@ def _cluster(asked: Asked) -> Cluster:
     return cluster_of(asked.gpu, asked.nodes, gpus, asked.network, asked.price, memory)
 
 
-def _values(asked: Asked) -> tuple[dict[str, Any], bool]:
-    """What the run says, from a file or about a model that is only named."""
+def _loaded(asked: Asked) -> tuple[LoadedRun, bool]:
+    """The run, and whether it is a file's; of a model that is only named, one of its own."""
     path = Path(asked.what)
     if path.suffix in (".yaml", ".yml"):
-        loaded = load_run(path, asked.overrides)
-        return loaded.run.model_dump(exclude_unset=True), True
-    values: dict[str, Any] = {"model": {"name": asked.what}, "data": {"train": "data.jsonl"}}
-    loaded = load_run(values, asked.overrides)
-    return loaded.run.model_dump(exclude_unset=True), False
+        return load_run(path, asked.overrides), True
+    return load_run({"model": {"name": asked.what}, "data": {"train": "data.jsonl"}}, asked.overrides), False
 
 
 def _methods(asked: Asked, values: dict[str, Any], is_file: bool) -> list[str | None]:
@@ -177,7 +175,7 @@ def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> t
     values = json.loads(json.dumps(values, default=str))
     if method is not None:
         values["method"] = {"type": method}
-    source = find_config(Model.model_validate(values["model"]))
+    source = find_config(Model.model_validate(values["model"]), task_wanted(Run.model_validate(values)))
     data, train = values.setdefault("data", {}), values.setdefault("train", {})
     text = source.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or LENGTH
@@ -195,7 +193,6 @@ def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> t
     batch = run.train.batch_size  # strategies with few data ranks may divide one that all ranks together cannot
     divided = run.train.model_copy(update={"batch_size": cluster.ranks})
     result = resolve_machine(run.model_copy(update={"train": divided}), machine)
-    source = find_config(result.run.model, task_wanted(result.run))
     resolve_objective(result, source.task)
     resolve_model(result, source.config)
     final = result.run
@@ -220,11 +217,8 @@ def show(plan: Plan, console: Console, tokens: float | None, short: bool = False
     cluster, run = plan.cluster, plan.run
     sizes = plan.quick.of.sizes if plan.quick is not None else None
     count = f"{(sizes.block * sizes.layers + sizes.rest) / 1e9:.2f}B parameters" if sizes else ""
-    machine = (
-        f"{cluster.nodes} × {cluster.per_node} × {cluster.device.name}" if cluster.ranks > 1 else cluster.device.name
-    )
     console.print(
-        f"\n[bold]{plan.source.label}[/bold] ({count}), {run.method.type}, on [bold]{machine}[/bold]: "
+        f"\n[bold]{plan.source.label}[/bold] ({count}), {run.method.type}, on [bold]{cluster.label}[/bold]: "
         f"{run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step, {run.precision}"
     )
     if plan.best is None or short:
@@ -301,11 +295,7 @@ def run_yaml(plan: Plan, values: dict[str, Any], is_file: bool) -> str:
     for name in ("parallel", "offload", "recompute", "ranks"):
         made.pop(name, None)
     for path, value in plan.best.strategy.settings().items():
-        *parents, leaf = path.split(".")
-        place = made
-        for part in parents:
-            place = place.setdefault(part, {})
-        place[leaf] = value
+        place(made, path, value)
     words = "\n".join(f"# {line}" for line in [headline(plan.best.estimate), *reasons(plan)])
     cluster = plan.cluster
     head = f"# Planned for {cluster.nodes} × {cluster.per_node} × {cluster.device.name}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from shardwise.config.axes import data_ranks
 from shardwise.config.schema import Run
@@ -42,7 +42,6 @@ class Estimate:
     time: StepTime
     micro_batches: int
     model_flops: float  # of a step, over all ranks, without what is computed again
-    held: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> float:
@@ -109,7 +108,6 @@ def estimate(
     host, disk = _elsewhere(tally, run, cluster)
     return Estimate(
         run, cluster, memory, peak_at, reserved, host, disk, time, count, _model_flops(sketched, run, cluster, count),
-        tally.held,
     )  # fmt: skip
 
 
@@ -137,7 +135,7 @@ def _stage_memory(sketched: Sketched, run: Run, count: int) -> tuple[dict[str, f
     """The worst of the first stage (most micro-batches under way) and the last (loss and head)."""
     layers = math.ceil(sketched.layers / run.parallel.pipeline)
     stage, bare = sketched.at(layers), sketched.at(0)
-    kept = max(0.0, _activations(stage) - _activations(bare))
+    kept = max(0.0, stage.activations - bare.activations)
     worst: dict[str, float] = {}
     where = ""
     for first in (True, False):
@@ -151,11 +149,6 @@ def _stage_memory(sketched: Sketched, run: Run, count: int) -> tuple[dict[str, f
         if sum(memory.values()) > sum(worst.values()):
             worst, where = memory, f"{'first' if first else 'last'} stage, {stage.peak_at}"
     return worst, sum(worst.values()) + max(0.0, stage.reserved - stage.peak), where
-
-
-def _activations(tally: Tally) -> float:
-    """What a micro-batch leaves for its backward."""
-    return next((one.get("activations", 0.0) for name, one in tally.segments.items() if name.startswith("loss")), 0.0)
 
 
 def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count: int, fp8: bool) -> StepTime:

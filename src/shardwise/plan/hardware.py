@@ -97,6 +97,11 @@ class Cluster:
         """Devices in all."""
         return self.nodes * self.per_node
 
+    @property
+    def label(self) -> str:
+        """Nodes, devices in each, and which."""
+        return f"{self.nodes} × {self.per_node} × {self.device.name}" if self.ranks > 1 else self.device.name
+
 
 def find_device(name: str) -> Device:
     """The device by its name, an alias, or the name that torch reports; an unknown one is told with the nearest."""

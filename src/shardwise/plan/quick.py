@@ -1,16 +1,17 @@
 """A rough score of every strategy, in microseconds each, to decide which few are worth a sketch.
 
-Figures per block come from two sketches on one rank (with and without recomputation); how axes divide them is a formula
-here. What is finally told to the user is never from here.
+Figures per block come from a sketch on one rank with one sequence; how axes divide them is a formula here. What the
+user is told of it is marked: ≈.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.config.schema import Run
+from shardwise.models.build import build_on_meta
 from shardwise.models.shrink import first_layers
 from shardwise.models.source import ModelSource
 from shardwise.plan.hardware import Cluster
@@ -117,10 +118,6 @@ class Profile:
 
 def sizes_of(source: ModelSource) -> Sizes:
     """Parameters by part, from two models of few layers on `meta`."""
-    from dataclasses import replace
-
-    from shardwise.models.build import build_on_meta
-
     depths, whole = sketch_depths(source.config)
     counts = []
     for depth in depths:
@@ -140,14 +137,12 @@ def profile(sizes: Sizes, sketched: Sketched, run: Run, cluster: Cluster) -> Pro
     whole, bare = sketched.at(), sketched.at(0)
     time, rest = step_time(whole, run, cluster, 1), step_time(bare, run, cluster, 1)
     layers = sketched.layers
-    before = next((one for name, one in whole.segments.items() if name.startswith("loss")), whole.at_peak)
-    nothing = next((one for name, one in bare.segments.items() if name.startswith("loss")), bare.at_peak)
-    kept = max(0.0, before.get("activations", 0.0) - nothing.get("activations", 0.0)) / layers
+    kept = max(0.0, whole.activations - bare.activations) / layers
     tokens = run.data.sequence_length
     states = sum(whole.at_peak.get(name, 0.0) for name in ("parameters", "optimizer", "gradients", "gathered"))
     besides = max(0.0, whole.peak - states - layers * kept)
     trained = whole.trained / max(1.0, sizes.block * layers + sizes.rest)
-    sizes = Sizes(sizes.layers, sizes.block, sizes.rest, sizes.experts, min(1.0, trained), sizes.width)
+    sizes = replace(sizes, trained=min(1.0, trained))
     return Profile(
         sizes, (time.forward - rest.forward) / layers, (time.backward - rest.backward) / layers,
         rest.forward + rest.backward, (time.host - rest.host) / layers, rest.host,

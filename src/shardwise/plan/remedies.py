@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.config.paths import place
 from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError
 from shardwise.models.source import ModelSource
@@ -102,11 +103,7 @@ def _changes(run: Run, cluster: Cluster) -> Iterator[tuple[dict[str, Any], bool]
 def _with(run: Run, settings: dict[str, Any]) -> Run | None:
     values = run.model_dump()
     for path, value in settings.items():
-        *parents, leaf = path.split(".")
-        place = values
-        for part in parents:
-            place = place[part]
-        place[leaf] = {"type": value} if path == "method" else value
+        place(values, path, {"type": value} if path == "method" else value)
     try:
         return Run.model_validate(values)
     except ValueError:

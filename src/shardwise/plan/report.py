@@ -64,7 +64,7 @@ def render_report(plan: Plan, tokens: float | None) -> str:
         data = coefficients(plan, plan.quick, strategy, attention_shares(plan.quick, strategy, seen))
     template = files("shardwise.plan").joinpath("report.html").read_text(encoding="utf-8")
     return _Page(template).substitute(
-        title=text(f"{plan.source.label} on {_machine(plan)}"),
+        title=text(f"{plan.source.label} on {plan.cluster.label}"),
         header=_header(plan, tokens),
         reasons=_reasons(plan),
         strategies=_strategies(plan),
@@ -105,11 +105,6 @@ def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[
     }  # fmt: skip
 
 
-def _machine(plan: Plan) -> str:
-    cluster = plan.cluster
-    return f"{cluster.nodes} × {cluster.per_node} × {cluster.device.name}" if cluster.ranks > 1 else cluster.device.name
-
-
 def _header(plan: Plan, tokens: float | None) -> str:
     run, cluster = plan.run, plan.cluster
     sizes = plan.quick.of.sizes if plan.quick is not None else None
@@ -121,7 +116,7 @@ def _header(plan: Plan, tokens: float | None) -> str:
         f"{count}{method} · {run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step · "
         f"{run.precision} · {run.train.optimizer}{links}"
     )
-    head = f"<h1><bdi>{text(plan.source.label)}</bdi> <span>on {text(_machine(plan))}</span></h1>"
+    head = f"<h1><bdi>{text(plan.source.label)}</bdi> <span>on {text(plan.cluster.label)}</span></h1>"
     head += f'<p class="about">{text(about)}</p>'
     if plan.best is None:
         return f'{head}<p class="choice none">nothing fits</p>'

@@ -13,7 +13,7 @@ from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError
 from shardwise.models.source import ModelSource
 from shardwise.plan.estimate import Estimate, estimate, without_pipeline
-from shardwise.plan.hardware import Cluster, cluster_of
+from shardwise.plan.hardware import Cluster
 from shardwise.plan.quick import Quick, Strategy, profile, sizes_of
 from shardwise.plan.sketch import Sketched, sketch, sketch_all
 from shardwise.plan.strategies import applied, enumerate_strategies, legal
@@ -46,7 +46,6 @@ class Plan:
     options: list[Option]
     too_large: list[Option]
     considered: int
-    fitting: int  # by the rough score
     refused: dict[str, str] = field(default_factory=dict)  # strategies that the code cannot do, with the reason
     quick: Quick | None = field(default=None, repr=False)
     rough: list[Strategy] = field(default_factory=list)  # the next ones, by the rough score alone
@@ -76,21 +75,20 @@ def search(
     found: list[Option] = []
     too_large: list[Option] = []
     refused: dict[str, str] = {}
-    considered = fitting = 0
+    considered, known = 0, Sketches(source)
     for offload in (False, True):
         scored: list[tuple[float, int, Strategy]] = []
         for strategy in enumerate_strategies(source.config, run, cluster, offload):
             considered += 1
             small = quick.memory(strategy) <= NEARLY * cluster.device.memory
             if pick(strategy) and small and (not offload or quick.host(strategy) <= cluster.host_memory):
-                fitting += 1
                 scored.append((quick.seconds(strategy), _simplicity(strategy), strategy))
         ranked = _ranked(scored)
         begun = time.perf_counter()
         doubtful = partial(_doubtful, quick, too_large)
         for wave in _waves(ranked, source, run, cluster, refused, doubtful) if last_resort or not offload else ():
             say(f"{considered:,} strategies looked at, sketching {', '.join(s.name() for s, _ in wave[:3])}")
-            for option in _sketched(source, cluster, wave, refused):
+            for option in _sketched(known, cluster, wave, refused):
                 (found if option.estimate.fits else too_large).append(option)
             limit = budget * (PATIENCE if not found else 1 / 3 if offload else 1)  # offload is a makeshift anyway
             if found and not offload and _promising(quick, ranked, found, too_large):
@@ -108,7 +106,7 @@ def search(
         raise UserError("train.batch_size", run.train.batch_size, problem, f"use a multiple of {cluster.ranks}")
     scale = _scale(quick, [*found, *too_large])
     rough.sort(key=quick.seconds)
-    return Plan(source, run, cluster, found, too_large, considered, fitting, refused, quick, rough, scale)
+    return Plan(source, run, cluster, found, too_large, considered, refused, quick, rough, scale)
 
 
 def _plain(run: Run) -> Run:
@@ -199,15 +197,14 @@ def _doubtful(quick: Quick, too_large: list[Option], strategy: Strategy) -> bool
 
 
 def _sketched(
-    source: ModelSource, cluster: Cluster, wave: list[tuple[Strategy, Run]], refused: dict[str, str]
+    known: Sketches, cluster: Cluster, wave: list[tuple[Strategy, Run]], refused: dict[str, str]
 ) -> list[Option]:
     """Estimates of a wave; what cannot be rehearsed cannot be run, and is refused."""
-    known = Sketches(source)
     known.make([(without_pipeline(run), cluster.ranks // run.parallel.pipeline) for _, run in wave])
     found = []
     for strategy, run in wave:
         try:
-            found.append(Option(strategy, estimate(source, run, cluster, known)))
+            found.append(Option(strategy, estimate(known.source, run, cluster, known)))
         except (RunFailed, UserError) as error:
             refused.setdefault(strategy.name(), str(error).strip().splitlines()[-1])
     return found
@@ -236,15 +233,3 @@ class Sketches:
     @staticmethod
     def _key(run: Run, ranks: int) -> str:
         return f"{ranks} {run.model_dump_json(exclude={'output', 'log', 'checkpoint'})}"
-
-
-def cheapest(
-    source: ModelSource, run: Run, gpus: list[tuple[str, int, int]], tokens: float
-) -> list[tuple[float, Plan]]:
-    """Plans for several clusters (device, nodes, devices per node) by what the whole run costs on each."""
-    found = []
-    for name, nodes, per_node in gpus:
-        plan = search(source, run, cluster_of(name, nodes, per_node))
-        if plan.best is not None and (cost := plan.best.estimate.cost(tokens)) is not None:
-            found.append((cost, plan))
-    return sorted(found, key=lambda one: one[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.config.axes import EXPERTS, HEADS, LAYERS, check_axes, check_model_axes, divisors_of, first_of
 from shardwise.config.compat import first_clash
+from shardwise.config.paths import place
 from shardwise.config.resolve import check_parallel
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
@@ -89,11 +90,7 @@ def applied(run: Run, strategy: Strategy) -> Run:
     values["parallel"] |= {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "schedule": "1f1b"}
     values["offload"] |= {"optimizer": "none", "parameters": "none"}
     for path, value in strategy.settings().items():
-        *parents, leaf = path.split(".")
-        place = values
-        for part in parents:
-            place = place[part]
-        place[leaf] = value
+        place(values, path, value)
     return Run.model_validate(values)
 
 

@@ -61,9 +61,7 @@ def report_of(result: Rehearsal, target: Target) -> dict[str, Any]:
         "at_peak": ledger.at_peak() | ({"workspace": WORKSPACE} if on_gpu else {}),
         "reserved": allocator.most_reserved + WORKSPACE if allocator else None,
         "peak_phase": _phase_at(ledger),
-        "largest": [
-            dict(zip(("category", "module", "operator", "bytes"), one, strict=True)) for one in ledger.largest()
-        ],
+        "largest": [dict(zip(LARGEST, one, strict=True)) for one in ledger.largest()],
         "collectives": wire(result.tracker),
         "flops": sum(work.flops * count for work, count in result.tracker.work.items()),
         "seconds": round(result.seconds, 1),

@@ -52,6 +52,12 @@ class Tally:
         return max(self.segments.values(), key=lambda one: sum(one.values()))
 
     @property
+    def activations(self) -> float:
+        """Bytes that a micro-batch leaves for its backward."""
+        loss = (one for name, one in self.segments.items() if name.startswith("loss"))
+        return next(loss, {}).get("activations", 0.0)
+
+    @property
     def peak_at(self) -> str:
         """The stretch of the step that it is in."""
         return max(self.segments, key=lambda name: sum(self.segments[name].values()))

@@ -34,7 +34,7 @@ def aim(loaded: LoadedRun, nodes: int, gpus: int) -> Target:
     if nodes < 1 or gpus < 1:
         raise UserError("--nodes, --gpus", f"{nodes}, {gpus}", "there must be at least one of each", "e.g. --gpus 8")
     run = loaded.run
-    if run.parallel.auto or run.recompute == "auto":
+    if run.left_open:
         field = "parallel" if run.parallel.auto else "recompute"
         remedy = f"write what `shardwise plan` says, or e.g. {field}={'{zero: 3}' if run.parallel.auto else 'full'}"
         raise UserError(field, "auto", "is answered on the machine that trains", remedy)

@@ -124,7 +124,7 @@ def prepare_job(
     from shardwise.zero.policy import disk_bytes
 
     answers: dict[str, str] = {}
-    if loaded.run.parallel.auto or loaded.run.recompute == "auto":
+    if loaded.run.left_open:
         from shardwise.plan.auto import answered
 
         planned = answered(loaded.run, say)

@@ -14,6 +14,7 @@ import torch
 from shardwise.config.axes import check_model_axes
 from shardwise.config.load import LoadedRun
 from shardwise.config.methods import Full, Lora, Qlora
+from shardwise.config.paths import place
 from shardwise.config.resolve import purpose_of
 from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError
@@ -40,11 +41,7 @@ def changed(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """The run with values at dotted paths."""
     made: dict[str, Any] = json.loads(json.dumps(values))
     for path, value in settings.items():
-        *parents, leaf = path.split(".")
-        place = made
-        for part in parents:
-            place = place[part]
-        place[leaf] = value
+        place(made, path, value)
     return made
 
 
@@ -219,8 +216,8 @@ def _documents(job: Job, rows: int) -> list[dict[str, torch.Tensor]]:
     loader, purpose = job.loader(), purpose_of(job.run)
     found: list[dict[str, torch.Tensor]] = []
     for sequence in loader.sequences(0, rows):
-        for place in sequence:
-            ids, learned = (torch.as_tensor(part) for part in loader.document(place))
+        for document in sequence:
+            ids, learned = (torch.as_tensor(part) for part in loader.document(document))
             ids, learned = ids.long(), learned.bool()
             if purpose == "causal":
                 found.append({"ids": ids, "learned": learned})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.config.compat.features import ABSENT, Feature, feature, look_up
 from shardwise.config.compat.rules import DIVIDED, RULES, Rule
+from shardwise.config.paths import place
 from shardwise.config.section import Clash
 from shardwise.errors import UserError
 
@@ -125,11 +126,7 @@ def nested(settings: dict[str, Any]) -> dict[str, Any]:
     """Dotted paths as sections within sections."""
     values: dict[str, Any] = {}
     for path, value in settings.items():
-        *parents, leaf = path.split(".")
-        place = values
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
+        place(values, path, value)
     return values
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 
-from shardwise.config.deepspeed.plan import MISSING, Entry, find, place, same, show
+from shardwise.config.deepspeed.plan import MISSING, Entry, find, same, show
 from shardwise.config.deepspeed.translate import Translation, line, translate
+from shardwise.config.paths import place
 
 
 def merge(

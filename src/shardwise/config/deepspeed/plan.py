@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
+from shardwise.config.paths import place
 from shardwise.config.schema import Run
 from shardwise.config.units import parse_number, parse_size
 from shardwise.errors import UserError
@@ -76,8 +77,8 @@ class Plan:
 
     def now(self, target: str) -> Any:
         """The value a setting of ours has by now: the config's, else RUN.yaml's, else our default."""
-        for place in (self.values, self.run):
-            if (value := find(place, target)) is not MISSING:
+        for values in (self.values, self.run):
+            if (value := find(values, target)) is not MISSING:
                 return value
         return default_of(target)
 
@@ -157,16 +158,6 @@ def find(values: Any, path: str) -> Any:
             return MISSING
         values = values[part]
     return values
-
-
-def place(values: dict[str, Any], path: str, value: Any) -> None:
-    """Puts a value at a dotted path, making the dicts on the way."""
-    *parents, leaf = path.split(".")
-    for part in parents:
-        inner = values.get(part)
-        values[part] = inner if isinstance(inner, dict) else {}
-        values = values[part]
-    values[leaf] = value
 
 
 def default_of(target: str) -> Any:
