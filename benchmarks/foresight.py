@@ -95,6 +95,10 @@ RUNS: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "42": ("3b", 4096, 2, 1, {"recompute": "full", "offload__activations": "cpu"}),
     "43": ("1b", 4096, 4, 1, {"loss": "plain"}),
     "44": ("3b", 4096, 1, 4, {"train__in_backward": True, "train__clip": None, "train__optimizer": "adamw4bit"}),
+    "45": ("1b", 4096, 4, 1, {"precision": "fp8", "compile": True}),
+    "46": ("3b", 4096, 2, 1, {"precision": "fp8", "compile": True}),
+    "47": ("1b", 4096, 4, 1, {"precision": "fp8"}),
+    "48": ("3b", 4096, 4, 1, {"fp8": "rowwise", "precision": "bf16", "recompute": "full", "compile": True}),
 }
 
 

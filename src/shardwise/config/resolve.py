@@ -47,12 +47,16 @@ class Resolution:
         self.reasons[path] = reason
 
 
+FLOAT8 = (8, 9)  # capability of the first NVIDIA GPUs that multiply in 8 bits
+
+
 @dataclass(frozen=True)
 class Machine:
-    """What a run is resolved for: GPUs of a host, whether they have bf16, and the ranks of the whole run, if known."""
+    """What a run is resolved for: GPUs of a host, what they compute in, and the ranks of the whole run, if known."""
 
     gpus: int
     bf16: bool = True
+    fp8: bool = True
     ranks: int | None = None
 
 
@@ -61,7 +65,8 @@ def this_machine() -> Machine:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(gpus, bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False))
+    bf16 = bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False)
+    return Machine(gpus, bf16, not gpus or torch.cuda.get_device_capability() >= FLOAT8)
 
 
 def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
@@ -85,7 +90,7 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
         ranks, backend = machine.ranks, "nccl" if result.run.device == "cuda" else "gloo"
         result.put("ranks", ranks, "of the machine that is planned for")
         result.put("backend", backend, f"device is {result.run.device}")
-    _resolve_precision(result, machine.bf16)
+    _resolve_precision(result, machine)
     check_axes(result.run, ranks)
     first_clash(result.run)
     check_parallel(result.run, ranks)
@@ -147,13 +152,18 @@ def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
         )
 
 
-def _resolve_precision(result: Resolution, bf16: bool) -> None:
+def _resolve_precision(result: Resolution, machine: Machine) -> None:
     run = result.run
+    if run.fp8.recipe != "none" and run.device == "cuda" and not machine.fp8:
+        problem = "this GPU does not multiply in 8 bits (NVIDIA does since Ada and Hopper, capability 8.9)"
+        raise UserError("fp8.recipe", run.fp8.recipe, problem, "use precision: bf16")
     if run.precision != "auto":
         return
-    if run.device == "cpu":
+    if run.fp8.recipe != "none":
+        result.put("precision", "bf16", "fp8 layers compute beside bf16")
+    elif run.device == "cpu":
         result.put("precision", "fp32", "on a CPU fp32 is the fastest that is always there")
-    elif bf16:
+    elif machine.bf16:
         result.put("precision", "bf16", "the GPU computes in bf16")
     else:
         result.put("precision", "fp16", "the GPU has no bf16")

@@ -509,6 +509,23 @@ def _parallel(value: Any) -> Any:
     return {"auto": True} if value == "auto" else value
 
 
+def _fp8(value: Any) -> Any:
+    return {"recipe": value} if isinstance(value, str) else value
+
+
+class Fp8(Section):
+    """Which products are made in 8 bits, and how; the rest computes in bf16."""
+
+    recipe: Literal["none", "tensorwise", "rowwise"] = Field(
+        default="none",
+        description="tensorwise = one scale per tensor, the fastest; rowwise = one per row, closer to bf16",
+    )
+    keep: Patterns = Field(default=(), description="linear layers that stay in bf16, by name, * for any part")
+    least: Count = Field(
+        default=512, description="layers with fewer inputs or outputs stay in bf16: rounding costs more than it saves"
+    )
+
+
 class Run(Section):
     """A run, described."""
 
@@ -531,7 +548,12 @@ class Run(Section):
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
-        description="compute type; master weights are fp32. auto = bf16 on a GPU that has it, fp32 on a CPU",
+        description="compute type; master weights are fp32. auto = bf16 on a GPU that has it, fp32 on a CPU; fp8 is "
+        "short for bf16 with fp8: tensorwise",
+        json_schema_extra={"enum": ["auto", "bf16", "fp16", "fp32", "fp8"]},
+    )
+    fp8: Annotated[Fp8, BeforeValidator(_fp8, json_schema_input_type=str | Fp8)] = Field(
+        default=Fp8(), description="linear layers in 8 bits beside bf16: tensorwise or rowwise, or settings of its own"
     )
     loss_scale: LossScale = Field(default=LossScale(), description="loss scaling; for precision: fp16 alone")
     recompute: Literal["auto", "none", "full"] = Field(
@@ -564,6 +586,16 @@ class Run(Section):
         min_length=1,
         description="auto = go on where the output folder left off; never; or a checkpoint folder",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, values: Any) -> Any:
+        """`precision: fp8` for what it stands for."""
+        if isinstance(values, dict) and values.get("precision") == "fp8":
+            fp8 = _fp8(values.get("fp8") or {})
+            recipe = {"recipe": "tensorwise"} if isinstance(fp8, dict) and "recipe" not in fp8 else {}
+            return values | {"precision": "bf16", "fp8": {**fp8, **recipe} if isinstance(fp8, dict) else fp8}
+        return values
 
     @property
     def left_open(self) -> bool:

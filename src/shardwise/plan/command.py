@@ -189,7 +189,8 @@ def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> t
     values.pop("ranks", None)
     values["device"] = "cpu" if cluster.device.kind == "cpu" else "cuda"
     run = Run.model_validate(values)
-    machine = Machine(0 if run.device == "cpu" else cluster.per_node, "bf16" in cluster.device.peak, cluster.ranks)
+    peak = cluster.device.peak
+    machine = Machine(0 if run.device == "cpu" else cluster.per_node, "bf16" in peak, "fp8" in peak, cluster.ranks)
     batch = run.train.batch_size  # strategies with few data ranks may divide one that all ranks together cannot
     divided = run.train.model_copy(update={"batch_size": cluster.ranks})
     result = resolve_machine(run.model_copy(update={"train": divided}), machine)

@@ -27,6 +27,7 @@ from shardwise.zero.policy import offloaded_share, state_bytes
 
 MATMUL, MOST = 1.1, 0.85  # of the rate of a long row of equal products (in a step the device cools down); of the peak
 SHORT = 70  # a product whose shortest side has this length runs at half the rate
+FLOAT8 = 0.9  # of the rate of products of 8 bits, whose operands come row by row and column by column
 ODD = 0.35  # of the rate, where a side is no multiple of 8
 HEAD = 0.29  # heads of 64 attend at 0.72 of the rate of heads of 128
 ATTENTION = (1.05, 1.08)
@@ -114,6 +115,8 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
         rate = _matmul(device, precision) if half else device.flops(precision)
         if name == "_grouped_mm":
             rate = GROUPED * device.flops(precision) * _wide(work.largest)
+        elif name == "_scaled_mm":
+            rate = _matmul(device, "fp8") * FLOAT8 * _shape(work.largest)
         elif half:
             if fp8 and min(work.largest, default=0) >= 1024 and not name.startswith("lora"):
                 # Scaling reads and writes both operands once more.

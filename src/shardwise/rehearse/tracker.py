@@ -222,8 +222,9 @@ class Tracker(TorchDispatchMode):
         size = _bytes(given) + _bytes(made) + 2 * workspace_of(func, args)
         flops = flops_of(func, args, kwargs, result)
         shape: tuple[int, ...] = ()
-        if flops and name in ("mm", "addmm", "bmm", "baddbmm"):
-            left, right = [t for t in given if t.ndim >= 2][-2:]
+        if flops and name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
+            matrices = [t for t in given if t.ndim >= 2]
+            left, right = matrices[:2] if name == "_scaled_mm" else matrices[-2:]
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[-1])
         elif flops and name == "_grouped_mm" and len(given) > 1:
             groups = given[1].shape[0] if given[1].ndim == 3 else max(1, given[-1].numel())

@@ -1,7 +1,7 @@
 """From job to the loop's parts, in one visible order.
 
-build → adapters → experts → pipeline → tensor → context → recompute → activations → compile → shard → optimizer → fill
-→ check → resume
+build → adapters → fp8 → experts → pipeline → tensor → context → recompute → activations → compile → shard → optimizer
+→ fill → check → resume
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.errors import UserError
 from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
+from shardwise.models.float8 import use_float8
 from shardwise.models.weights import load_weights, new_parameters
 from shardwise.objectives.base import Objective
 from shardwise.objectives.make import make_objective
@@ -88,6 +89,7 @@ def build_model(
     if splits_masters(run.offload, run.precision):
         store_in_bf16(model)
     blocks, lookup, spread = find_blocks(model), only_looked_up(model), Spread(world)
+    use_float8(model, blocks, run.fp8)
     if run.parallel.beyond_data:
         from shardwise.parallel.apply import divide
 

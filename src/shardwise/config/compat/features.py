@@ -92,6 +92,10 @@ COMPILE = Feature("compile", "compile", True)
 
 PRECISIONS = _choice("precision", "fp32", "bf16", "fp16", numbers="other")
 FP16 = PRECISIONS[2]
+FP8 = tuple(
+    Feature(f"fp8: {recipe}", "fp8.recipe", recipe, numbers="other", company={"precision": "bf16", "fp8.least": 16})
+    for recipe in ("tensorwise", "rowwise")
+)
 OPTIMIZERS = _choice(
     "train.optimizer", "adamw", "adamw8bit", "adamw4bit", "lion", "sgd", "adam-mini", "adafactor", "muon",
     numbers="other",
@@ -141,8 +145,8 @@ CPU, CUDA = _choice("device", "cpu", "cuda", numbers="other")
 
 FEATURES = (
     *ZERO, SHARD, SECONDARY, QUANTIZE_WEIGHTS, QUANTIZE_GRADIENTS, BUCKET, *STATES, *PARAMETERS, ACTIVATIONS, RECOMPUTE,
-    COMPILE, *PRECISIONS, *OPTIMIZERS, BF16_STATES, IN_BACKWARD, FULL, *ADAPTERS, *OBJECTIVES, PACKING, *AXES, CPU,
-    CUDA,
+    COMPILE, *PRECISIONS, *FP8, *OPTIMIZERS, BF16_STATES, IN_BACKWARD, FULL, *ADAPTERS, *OBJECTIVES, PACKING, *AXES,
+    CPU, CUDA,
 )  # fmt: skip
 
 

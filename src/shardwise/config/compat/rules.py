@@ -102,6 +102,9 @@ BESIDE_AXES = (
     _rule("train.in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("compile", (f.COMPILE, (f.TENSOR, *f.SCHEDULES)), "does not go with {axes} yet", "set compile: false"),
     _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
+    _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", "leave it out", shown="fp8.recipe"),
+    _rule("parallel.schedule", (f.ZBV, f.FP8), "rounds a gradient once for both of its products: not in two parts",
+          "leave fp8 out, or use 1f1b or interleaved"),
     _rule("parallel.schedule", (f.ZBV, f.ZERO[3]),
           "a backward in two parts needs its weights in both: not at stage 3",
           "set parallel.zero to 2 or less, or use 1f1b or interleaved"),
@@ -161,6 +164,8 @@ UPDATES = (
 )  # fmt: skip
 
 METHODS = (
+    _rule("fp8", (f.FP8, f.ADAPTERS), "is for layers that are trained whole; an adapter's base is frozen",
+          "leave it out, or use method: full", shown="fp8.recipe"),
     _rule("method", (f.ADAPTERS, f.SCRATCH),
           "an adapter of a model that starts from scratch would be of no use without it",
           "use method: full, or give a model.name", shown="method.type"),
@@ -200,6 +205,8 @@ AIMS = (
 )  # fmt: skip
 
 MACHINES = (
+    _rule("fp8", (f.FP8, (f.PRECISIONS[0], f.FP16)), "computes beside bf16, not {precision}",
+          "set precision: bf16, or leave fp8 out", shown="fp8.recipe"),
     _rule("backend", (f.NCCL, f.CPU), "works on CUDA devices only", "use backend: gloo or leave it out"),
 )  # fmt: skip
 
@@ -210,6 +217,8 @@ REMARKS = (
           "no architecture of this kind is known whose experts can be divided", "leave it out", "remark"),
     _rule("precision", (f.PRECISIONS[1:], f.CPU), "most CPUs compute {precision} slower than fp32",
           "use precision: fp32 where time matters", "remark"),
+    _rule("fp8", (f.FP8, f.CPU), "a CPU gains nothing by it; its arithmetic is the same as a GPU's",
+          "use precision: fp32 where time matters", "remark", shown="fp8.recipe"),
     _rule("offload.optimizer", (f.STATES[0], f.CPU), "the host's memory is the device's own: nothing is saved",
           "offload to disk, or leave it out", "remark"),
     _rule("offload.parameters", (f.PARAMETERS[0], f.CPU), "the host's memory is the device's own: nothing is saved",

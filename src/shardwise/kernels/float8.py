@@ -1,0 +1,104 @@
+"""A matrix product in 8 bits, forward and backward, for weights and activations that are kept in 16.
+
+Both operands are scaled so that their largest value is the largest of the format, rounded to 8 bits, multiplied on the
+matrix units (which add up in fp32), and the result is scaled back. Forward and weights take e4m3 (3 bits of mantissa);
+gradients take e5m2 (more range) where one scale serves a whole tensor.
+
+`tensorwise`: one scale per tensor, the fastest. What backward needs of the input is kept in 8 bits: half the memory.
+`rowwise`: one scale per row of each product's operands, so that an outlier costs its own row alone; each product rounds
+from the 16-bit tensors anew, along the dimension it sums over.
+
+Everything is plain torch, so that a compiled block fuses scaling and rounding with what comes before them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+Recipe = Literal["tensorwise", "rowwise"]
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # what the products' dimensions must be divisible by
+TINY = 1e-12  # below it a tensor counts as zero
+
+
+def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+    """x · weightᵀ + bias; `weight` is out × in, both dimensions multiples of 16."""
+    flat = x.reshape(-1, x.shape[-1])
+    product = _Tensorwise if recipe == "tensorwise" else _Rowwise
+    out: torch.Tensor = product.apply(flat, weight.to(x.dtype))
+    out = out.view(*x.shape[:-1], out.shape[-1])
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+class _Tensorwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x_scale, weight_scale = scale_of(x, FORWARD), scale_of(weight, FORWARD)
+        rounded = cast(x, x_scale, FORWARD)
+        # The weight itself is kept, not its 8 bits: FSDP frees it and gathers it again in between.
+        ctx.save_for_backward(rounded, x_scale, weight, weight_scale)
+        return multiply(rounded, cast(weight, weight_scale, FORWARD).t(), x_scale, weight_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        scale = scale_of(gradient, BACKWARD)
+        rounded = cast(gradient, scale, BACKWARD)
+        d_x = d_weight = None
+        if ctx.needs_input_grad[0]:
+            columns = cast(weight, weight_scale, FORWARD).t().contiguous().t()
+            d_x = multiply(rounded, columns, scale, weight_scale, gradient.dtype)
+        if ctx.needs_input_grad[1]:
+            left, right = _long(rounded.t()), _long(x.t()).t()
+            d_weight = multiply(left, right, scale, x_scale, gradient.dtype)
+        return d_x, d_weight
+
+
+class _Rowwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        return _by_rows(x, weight, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        d_x = _by_rows(gradient, weight.t(), gradient.dtype) if ctx.needs_input_grad[0] else None
+        d_weight = _by_rows(gradient.t(), x.t(), gradient.dtype) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight
+
+
+def _by_rows(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+    """left · rightᵀ with a scale for each row of both."""
+    a, b = scale_of(left, FORWARD, rows=True), scale_of(right, FORWARD, rows=True)
+    first, second = _long(cast(left, a, FORWARD)), _long(cast(right, b, FORWARD))
+    return multiply(first, second.t(), a, b.t(), dtype, fast)
+
+
+def scale_of(x: torch.Tensor, kind: torch.dtype, rows: bool = False) -> torch.Tensor:
+    """What the largest value is divided by to be the format's largest; in fp32, a scalar or a column."""
+    low, high = x.aminmax(dim=1, keepdim=True) if rows else x.aminmax()
+    largest = torch.maximum(high, -low).float()
+    return largest.clamp(min=TINY) / torch.finfo(kind).max
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """x in units of its scale, rounded to 8 bits; row by row in memory."""
+    most = torch.finfo(kind).max
+    return (x.float() / scale).clamp(-most, most).to(kind, memory_format=torch.contiguous_format)
+
+
+def multiply(
+    left: torch.Tensor, right: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
+    """left (by rows) · right (by columns), scaled back; `fast` adds up with fewer bits, good enough for a forward."""
+    return torch._scaled_mm(left, right, a, b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _long(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, with zeros after the last column where their number is no multiple of what the kernels take."""
+    short = -x.shape[1] % MULTIPLE
+    return F.pad(x.contiguous().view(torch.uint8), (0, short)).view(x.dtype) if short else x.contiguous()
