@@ -2,6 +2,7 @@
 
     python benchmarks/foresight.py measure OUT.json [NUMBER…]     on the machine with the GPU
     python benchmarks/foresight.py predict OUT.json [NUMBER…]     anywhere; foresight_h200.json is what an H200 said
+    python benchmarks/foresight.py compare OUT.json [NUMBER…]     what `plan` and the gate would say, beside it
 
 Each run takes real steps of the real loop on random weights. Runs with odd numbers are for tuning the predictor, even
 ones for judging it.
@@ -9,12 +10,12 @@ ones for judging it.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def run_of(name: str, device: str = "cuda") -> tuple[Any, Any, int, int]:
     return run, ModelSource(model, config_from(dict(MODELS[model])), None, "none", task=task), documents, accumulation
 
 
-def measure(name: str, steps: int = 3) -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """One run on this machine's GPU."""
     import torch
 
@@ -139,8 +140,6 @@ def measure(name: str, steps: int = 3) -> dict[str, Any]:
     from shardwise.rehearse.step import set_up, take_step
 
     run, source, documents, accumulation = run_of(name)
-    lock = open("/tmp/foresight.lock", "w")  # noqa: SIM115  held until the process ends: one run on the GPU at a time
-    fcntl.flock(lock, fcntl.LOCK_EX)
     world = init_world(run)
     parts, _ = set_up(source, run, world, None)
     for parameter in parts.sharded.parameters.values():
@@ -158,8 +157,8 @@ def measure(name: str, steps: int = 3) -> dict[str, Any]:
     torch.cuda.synchronize()
     between = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 9 and sum(times) < 1.5):
         begun = time.perf_counter()
         take_step(parts, batch)
         torch.cuda.synchronize()
@@ -184,27 +183,69 @@ def predict(name: str) -> dict[str, Any]:
             "handed": replayed(found.tracker).most_allocated}  # fmt: skip
 
 
+def compare(file: Path, names: list[str]) -> None:
+    """Prints what is foreseen from a few layers beside what was measured, and how far apart they are."""
+    from functools import partial
+    from statistics import median
+
+    from shardwise.plan.estimate import estimate
+    from shardwise.plan.hardware import cluster_of
+    from shardwise.plan.sketch import sketch
+
+    measured = {n: found["measured"] for n, found in json.loads(file.read_text()).items() if "measured" in found}
+    errors: dict[str, tuple[float, float]] = {}
+    for name in names or sorted(measured):
+        run, source, documents, _ = run_of(name)
+        found = estimate(source, run, cluster_of("h200", 1, 1), partial(sketch, documents=documents))
+        real = measured[name]
+        errors[name] = found.peak / real["peak"] - 1, found.time.seconds / real["seconds"] - 1
+        print(f"{name} {RUNS[name]!s:100.100} {real['peak'] / 2**30:7.2f} GiB {errors[name][0]:+7.2%} "
+              f"{1e3 * real['seconds']:7.0f} ms {errors[name][1]:+6.1%}", flush=True)  # fmt: skip
+    for kind, chosen in (("odd", 1), ("even", 0)):
+        for number, what in enumerate(("memory", "time")):
+            sizes = sorted(abs(e[number]) for name, e in errors.items() if int(name) % 2 == chosen)
+            if sizes:
+                print(f"{kind} {what}: median {median(sizes):.2%}, worst {sizes[-1]:.2%}")
+
+
 def main() -> None:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA does not outlive a fork
     what, file, *rest = sys.argv[1:]
-    if what in ("one", "foresee"):
-        print("RESULT " + json.dumps(measure(file) if what == "one" else predict(file)))
-        return
+    if what == "compare":
+        return compare(Path(file), rest)
     kept = Path(file)
     results: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     names = [n for n in rest if not n.startswith("-")] or list(RUNS)
-    one, key = ("one", "measured") if what == "measure" else ("foresee", "predicted")
+    key = "measured" if what == "measure" else "predicted"
 
-    def ask(name: str) -> tuple[str, dict[str, Any]]:
-        job = subprocess.run([sys.executable, __file__, one, name], capture_output=True, text=True)
-        line = next((x for x in job.stdout.splitlines() if x.startswith("RESULT ")), None)
-        return name, json.loads(line[7:]) if line else {"error": job.stderr.strip().splitlines()[-1:]}
+    import shardwise.rehearse.step  # noqa: F401  imported once: each run is forked, and has the machine to itself
 
-    with ThreadPoolExecutor(4 if what == "measure" else 1) as pool:  # the others load while one runs
-        for name, found in pool.map(ask, names):
-            results.setdefault(name, {})[key] = found
-            kept.write_text(json.dumps(results, indent=1))
-            told = {k: v for k, v in found.items() if k in ("peak", "reserved", "seconds", "error")}
-            print(name, RUNS[name], told, flush=True)
+    for name in names:
+        found = _forked(predict if what == "predict" else measure, name)
+        results.setdefault(name, {})[key] = found
+        kept.write_text(json.dumps(dict(sorted(results.items())), indent=1))
+        told = {k: v for k, v in found.items() if k in ("peak", "reserved", "seconds", "times", "error")}
+        print(name, RUNS[name], told, flush=True)
+
+
+def _forked(function: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+
+    def call() -> None:
+        try:
+            theirs.send(function(name))
+        except Exception as error:
+            theirs.send({"error": repr(error)})
+
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return {"error": "it ended without a word"}
+    finally:
+        process.join()
 
 
 if __name__ == "__main__":

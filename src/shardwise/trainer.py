@@ -64,7 +64,11 @@ class Trainer:
         if self._job is None:
             if self._folder.path.is_dir():  # a new one is made by fit: a mistake leaves no folder behind
                 self._folder.claim()
+            from shardwise.rehearse.apart import end_helper, ready_helper
+
             try:
+                if self.loaded.run.device != "cpu" and os.environ.get("RANK", "0") == "0":
+                    ready_helper()  # it imports while the data are read
                 with TokenisingProgress(all_names(self.loaded.run.data)) as bars:
                     tell = bars.update if os.environ.get("RANK", "0") == "0" else None
                     self._job = prepare_job(self.loaded, say, tell, partial(self._gate, say))
@@ -75,6 +79,8 @@ class Trainer:
             except BaseException:
                 self._folder.release()
                 raise
+            finally:
+                end_helper()
         return self._job
 
     def _gate(self, say: Callable[[str], None], source: ModelSource, run: Run, adapted: Adapted) -> Run:

@@ -43,12 +43,13 @@ class Prediction:
         return f"{human(self.peak)} of {human(limit)} per rank, {self.seconds:.3g} s per step{after}"
 
 
-def predict(source: ModelSource, run: Run, cluster: Cluster) -> Prediction | None:
-    """What a resolved run takes on a cluster; None where that is not known."""
+def predict(source: ModelSource, run: Run, cluster: Cluster, say: Callable[[str], None]) -> Prediction | None:
+    """What a resolved run takes on a cluster; None where that is not known, and then it is said why."""
     try:
         found = estimate(source, run, cluster)
-    except RunFailed:
-        return None  # a rehearsal that fails is no reason to refuse: the run will say what is wrong
+    except RunFailed as error:  # no reason to refuse: the run will say what is wrong
+        say(f"what it needs could not be foreseen: {str(error).strip().splitlines()[-1]}")
+        return None
     return Prediction(found, correction(cluster.device.name))
 
 
@@ -62,11 +63,11 @@ def check_fits(
     cluster = cluster_here(run, ranks)
     if cluster is None or (os.environ.get("RANK", "0") != "0" and not smaller):
         return None, run  # the first rank speaks for all
-    made = predict(source, run, cluster)
+    made = predict(source, run, cluster, say)
     while made is not None and smaller and not made.found.fits and int(run.train.micro_batch_size) > 1:
         less = run.train.model_copy(update={"micro_batch_size": _halved(int(run.train.micro_batch_size))})
         run = run.model_copy(update={"train": less})
-        made = predict(source, run, cluster)
+        made = predict(source, run, cluster, say)
     if made is None:
         return None, run
     say(f"foreseen: {made.told()}")

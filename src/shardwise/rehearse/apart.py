@@ -1,12 +1,22 @@
 """Runs a function in a process of its own.
 
 Process groups and what DTensor remembers of them outlive a rehearsal: the next world would be taken for the last.
+
+[Note: beside a GPU] CUDA does not outlive a fork, and much of torch asks a GPU that is there for its state. So where
+there is one, processes are forked by a helper that was started anew and sees none: a rehearsal is then the same
+everywhere. The helper lives as long as the process that it works for.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,6 +43,8 @@ def apart_all(function: Callable[..., T], calls: Sequence[Sequence[Any]], at_onc
 
     All are forked from the calling thread: a fork beside another thread at work can inherit a lock that nobody frees.
     """
+    if (helper := ready_helper()) is not None:
+        return helper.ask(function, calls, at_once)
     found: list[Any] = [None] * len(calls)
     waiting = list(range(len(calls)))
     running: dict[Any, tuple[int, Any]] = {}
@@ -51,6 +63,83 @@ def apart_all(function: Callable[..., T], calls: Sequence[Sequence[Any]], at_onc
             process.join()
         raise
     return found
+
+
+def beside_gpu() -> bool:
+    """Whether this process may have touched a GPU (see the note above)."""
+    return torch.cuda.is_available()
+
+
+class Helper:
+    """A process that sees no GPU and rehearses for this one."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = os.environ | {
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            }
+            command = [sys.executable, "-m", "shardwise.rehearse.apart", str(theirs.fileno())]
+            self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        self.owner, self.connection = os.getpid(), Connection(ours.detach())
+
+    def ask(self, function: Callable[..., T], calls: Sequence[Sequence[Any]], at_once: int) -> list[T | Exception]:
+        """As `apart_all`."""
+        try:
+            self.connection.send((function, [tuple(call) for call in calls], at_once))
+            return self.connection.recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            code = self.process.wait()
+            end_helper()
+            return [RunFailed(f"the process that rehearses ended without a word (exit code {code})") for _ in calls]
+        except BaseException:
+            end_helper()
+            raise
+
+    def end(self) -> None:
+        """Ends it."""
+        self.connection.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+_helper: Helper | None = None
+
+
+def end_helper() -> None:
+    """Ends this process's helper, if there is one; the next rehearsal starts another."""
+    global _helper
+    if _helper is not None and _helper.owner == os.getpid():
+        _helper.end()
+    _helper = None
+
+
+def ready_helper() -> Helper | None:
+    """The helper of this process, where it needs one; it imports for seconds, beside what its owner goes on to do."""
+    global _helper
+    if not beside_gpu():
+        return None
+    if _helper is None or _helper.owner != os.getpid() or _helper.process.poll() is not None:
+        _helper = Helper()
+        atexit.register(end_helper)
+    return _helper
+
+
+def _serve(descriptor: int) -> None:
+    """What the helper does until its owner has gone."""
+    import shardwise.plan.sketch
+    import shardwise.rehearse.step  # noqa: F401  what is imported here, each rehearsal has
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner hears it too, and ends us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    connection = Connection(descriptor)
+    while True:
+        try:
+            function, calls, at_once = connection.recv()
+        except (EOFError, OSError):
+            return
+        connection.send(apart_all(function, calls, at_once))
 
 
 def _start(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Connection, Any]:
@@ -87,3 +176,9 @@ def _call(connection: Connection, function: Callable[..., Any], args: tuple[Any,
         connection.send(("mistake", (error.field, error.value, error.problem, error.remedy)))
     except Exception:
         connection.send(("failure", traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    from shardwise.rehearse import apart as imported  # functions come by their module's name, which is not __main__
+
+    imported._serve(int(sys.argv[1]))
