@@ -5,6 +5,7 @@ For a card of 140 GB; one run at a time, so several of these tests can be starte
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ def _memory_in_pieces() -> None:
 def alone() -> Iterator[None]:
     with FileLock("/tmp/shardwise-gpu-test.lock"):
         yield
+        gc.collect()
         torch.cuda.empty_cache()
 
 
