@@ -144,7 +144,7 @@ def attend_documents(
         return _in_one_kernel(query, key, value, attention_mask, scaling), None
     if kind_of(query) == "cpu":
         return _one_by_one(query, key, value, attention_mask, dropout, scaling), None
-    return other(attention_mask=attention_mask.real)
+    return other(attention_mask=attention_mask.bias(query.dtype))
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

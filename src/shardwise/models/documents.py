@@ -210,6 +210,7 @@ class DocumentMask(_Standing):
         self.shape = torch.Size((documents.rows, 1, documents.width, documents.width))
         self.device = documents.boundaries.device
         self._bands: dict[int, torch.Tensor] = {}
+        self._biases: dict[torch.dtype, torch.Tensor] = {}
 
     @cached_property
     def real(self) -> torch.Tensor:
@@ -219,6 +220,13 @@ class DocumentMask(_Standing):
             sees = sees & (at[:, None] - at < self.window)
         index = self.documents.index
         return (sees & (index[:, :, None] == index[:, None, :]))[:, None]
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """The mask as what is added to scores, made once: SDPA would make and keep one of its own in every layer."""
+        if dtype not in self._biases:
+            nothing = torch.zeros((), dtype=dtype, device=self.device)
+            self._biases[dtype] = torch.where(self.real, nothing, torch.finfo(dtype).min)
+        return self._biases[dtype]
 
     def covers(self, length: int) -> bool:
         """Whether the window takes in all of a document of this length."""

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from shardwise.plan.hardware import Cluster
 from shardwise.plan.kept import FILE
 from shardwise.plan.remedies import remedies
 from shardwise.plan.result import estimate_dict
+from shardwise.plan.sketch import sketch
+from shardwise.rehearse.batch import PACKED
 from shardwise.train.describe import human
 
 
@@ -46,7 +49,7 @@ class Prediction:
 def predict(source: ModelSource, run: Run, cluster: Cluster, say: Callable[[str], None]) -> Prediction | None:
     """What a resolved run takes on a cluster; None where that is not known, and then it is said why."""
     try:
-        found = estimate(source, run, cluster)
+        found = estimate(source, run, cluster, partial(sketch, documents=PACKED))
     except RunFailed as error:  # no reason to refuse: the run will say what is wrong
         say(f"what it needs could not be foreseen: {str(error).strip().splitlines()[-1]}")
         return None

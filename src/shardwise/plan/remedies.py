@@ -14,9 +14,11 @@ from shardwise.plan.estimate import Estimate, estimate, without_pipeline
 from shardwise.plan.hardware import Cluster
 from shardwise.plan.search import Sketches
 from shardwise.plan.strategies import legal
+from shardwise.rehearse.batch import PACKED
 from shardwise.train.describe import human
 
 SHOWN = 4
+BY_ROWS = ("activations", "temporary", "logits and loss")  # kinds of memory that grow with the micro-batch
 AT_ONCE, ENOUGH = 4, 2  # changes that are rehearsed together; fitting ones after which no more are looked for
 
 
@@ -43,12 +45,12 @@ def remedies(source: ModelSource, run: Run, cluster: Cluster, before: Estimate) 
     """Changes that make it fit, those that leave the training as it is first, by time; else what saves most."""
     known: list[Run] = []
     tried: list[tuple[dict[str, Any], bool, Run]] = []
-    for settings, same in _changes(run, cluster):
+    for settings, same in _changes(run, cluster, _rows_that_fit(run, before)):
         changed = _with(run, settings)
         if changed is not None and changed not in known and legal(changed, source.config, cluster.ranks) is None:
             known.append(changed)
             tried.append((settings, same, changed))
-    sketches = Sketches(source)
+    sketches = Sketches(source, PACKED)
     found: list[Remedy] = []
     while tried and sum(one.found.fits and one.same for one in found) < ENOUGH:
         now, tried = tried[:AT_ONCE], tried[AT_ONCE:]
@@ -64,7 +66,15 @@ def remedies(source: ModelSource, run: Run, cluster: Cluster, before: Estimate) 
     return sorted(found, key=lambda one: one.found.peak)[:SHOWN]
 
 
-def _changes(run: Run, cluster: Cluster) -> Iterator[tuple[dict[str, Any], bool]]:
+def _rows_that_fit(run: Run, before: Estimate) -> list[int]:
+    """The largest micro-batches that divide the present one and should leave room; two, as the first may not."""
+    micro, limit = int(run.train.micro_batch_size), before.cluster.device.memory
+    by_rows = sum(size for kind, size in before.memory.items() if kind in BY_ROWS)
+    smaller = [n for n in range(micro - 1, 0, -1) if micro % n == 0]
+    return [n for n in smaller if before.peak - by_rows * (1 - n / micro) < limit][:2] or smaller[-1:]
+
+
+def _changes(run: Run, cluster: Cluster, fewer: list[int]) -> Iterator[tuple[dict[str, Any], bool]]:
     """One change at a time, then several together."""
     micro, zero = int(run.train.micro_batch_size), run.parallel.zero
     less: dict[str, Any] = {"train.micro_batch_size": 1} if micro > 1 else {}
@@ -72,9 +82,9 @@ def _changes(run: Run, cluster: Cluster) -> Iterator[tuple[dict[str, Any], bool]
     spread = cluster.ranks // (run.parallel.pipeline * run.parallel.tensor)
     most: dict[str, Any] = {"parallel.zero": 3} if zero < 3 and spread > 1 else {}
     plain = run.method.type == "full"
-    if micro > 2:
-        yield {"train.micro_batch_size": micro // 2}, True
-    for one in (less, again, most):
+    for rows in fewer:
+        yield {"train.micro_batch_size": rows}, True
+    for one in (again, less, most):
         if one:
             yield one, True
     if zero < 2 and spread > 1:

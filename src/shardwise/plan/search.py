@@ -213,15 +213,15 @@ def _sketched(
 class Sketches:
     """Sketches of one model, each made once: schedules and pipelines of a strategy share theirs."""
 
-    def __init__(self, source: ModelSource) -> None:
-        self.source = source
+    def __init__(self, source: ModelSource, documents: int = 1) -> None:
+        self.source, self.documents = source, documents
         self._known: dict[str, Sketched | Exception] = {}
 
     def make(self, runs: list[tuple[Run, int]]) -> None:
         """Makes those that are missing, several at once."""
         missing = {self._key(run, ranks): (run, ranks) for run, ranks in runs}
         missing = {key: one for key, one in missing.items() if key not in self._known}
-        self._known |= dict(zip(missing, sketch_all(self.source, list(missing.values())), strict=True))
+        self._known |= dict(zip(missing, sketch_all(self.source, list(missing.values()), self.documents), strict=True))
 
     def __call__(self, source: ModelSource, run: Run, ranks: int) -> Sketched:
         self.make([(run, ranks)])

@@ -10,6 +10,7 @@ everywhere. The helper lives as long as the process that it works for.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -81,7 +82,9 @@ class Helper:
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
             command = [sys.executable, "-m", "shardwise.rehearse.apart", str(theirs.fileno())]
-            self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+            self.process = subprocess.Popen(
+                command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
+            )  # fmt: skip
         self.owner, self.connection = os.getpid(), Connection(ours.detach())
 
     def ask(self, function: Callable[..., T], calls: Sequence[Sequence[Any]], at_once: int) -> list[T | Exception]:
@@ -98,9 +101,10 @@ class Helper:
             raise
 
     def end(self) -> None:
-        """Ends it."""
+        """Ends it, and what it forked."""
         self.connection.close()
-        self.process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait()
 
 
@@ -131,8 +135,6 @@ def _serve(descriptor: int) -> None:
     import shardwise.plan.sketch
     import shardwise.rehearse.step  # noqa: F401  what is imported here, each rehearsal has
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner hears it too, and ends us
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     connection = Connection(descriptor)
     while True:
         try:

@@ -17,18 +17,20 @@ from shardwise.data.rows import RowBatch
 from shardwise.data.store import LEARNED
 
 FIRST = 3  # ids before it are special
+PACKED = 0  # for a number of documents: a long one and a short one, as in rows that are packed somehow
+SHORT = 16  # tokens of that one
 
 
 class _Reader:
-    """Every document is learned but for its first token."""
+    """Every document is learned but for its first token; a document's index is its length."""
 
     source_count = 1
 
-    def __init__(self, packing: bool, length: int) -> None:
-        self.packing, self._length = packing, length
+    def __init__(self, packing: bool) -> None:
+        self.packing = packing
 
     def marked(self, source: int, chunk: int, index: int) -> np.ndarray:
-        tokens = np.full(self._length, FIRST, dtype=np.uint32)
+        tokens = np.full(index, FIRST, dtype=np.uint32)
         tokens[1:] |= LEARNED
         return tokens
 
@@ -37,13 +39,21 @@ def micro_batch(run: Run, rows: int, documents: int = 1) -> Any:
     """Full rows, of `documents` each where rows are packed; every position is learned, the most there can be."""
     width = run.data.sequence_length
     if purpose_of(run) == "causal":
-        count = documents if run.data.packing and width % documents == 0 else 1
-        reader, each = _Reader(run.data.packing, width // count), np.zeros(count, dtype=DOCUMENT)
-        each["length"] = width // count
-        made = CausalLayout(0).collate(reader, [each] * rows, 0)
+        each = np.array(
+            [(0, 0, length, 0, length) for length in _lengths(width, documents, run.data.packing)], DOCUMENT
+        )
+        made = CausalLayout(0).collate(_Reader(run.data.packing), [each] * rows, 0)
         return replace(made, labels=torch.full_like(made.labels, FIRST))
     ids = torch.full((rows, width), FIRST)
     return RowBatch(ids, torch.ones_like(ids), torch.full_like(ids, FIRST))
+
+
+def _lengths(width: int, documents: int, packing: bool) -> list[int]:
+    if not packing or documents == 1 or width <= 2 * SHORT:
+        return [width]
+    if documents == PACKED:
+        return [width - SHORT, SHORT]
+    return [width // documents] * documents if width % documents == 0 else [width]
 
 
 def step_batch(run: Run, micro_batches: int, documents: int = 1) -> StepBatch:
