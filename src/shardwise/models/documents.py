@@ -225,7 +225,7 @@ class DocumentMask(_Standing):
         """The mask as what is added to scores, made once: SDPA would make and keep one of its own in every layer."""
         if dtype not in self._biases:
             nothing = torch.zeros((), dtype=dtype, device=self.device)
-            self._biases[dtype] = torch.where(self.real, nothing, torch.finfo(dtype).min)
+            self._biases[dtype] = torch.where(self.real, nothing, float("-inf"))
         return self._biases[dtype]
 
     def covers(self, length: int) -> bool:
