@@ -27,7 +27,8 @@ from shardwise.zero.policy import offloaded_share, state_bytes
 
 MATMUL, MOST = 1.1, 0.85  # of the rate of a long row of equal products (in a step the device cools down); of the peak
 SHORT = 70  # a product whose shortest side has this length runs at half the rate
-FLOAT8 = 0.9  # of the rate of products of 8 bits, whose operands come row by row and column by column
+FLOAT8 = 0.9  # of the rate of products of 8 bits
+TURNED = 5.0  # times its traffic that a lone kernel takes which seeks a largest value, or turns a matrix of bytes
 ODD = 0.35  # of the rate, where a side is no multiple of 8
 HEAD = 0.29  # heads of 64 attend at 0.72 of the rate of heads of 128
 ATTENTION = (1.05, 1.08)
@@ -127,6 +128,8 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
         return max(work.flops / rate, moved, device.launch)
     if device.kind != "cpu" and work.bytes < CACHE:
         moved *= CACHED
+    if not compiled and (name == "aminmax" or (name == "clone" and work.dtype.startswith("float8"))):
+        moved *= TURNED
     fused = compiled and work.phase != "update" and name not in COMMUNICATION and not name.startswith("_f")
     return max(moved * (COMPILED if fused else 1.0), device.launch)
 
