@@ -21,6 +21,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(autouse=True)
+def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left open is answered the same on every machine that tests: fp32 on a CPU."""
+    monkeypatch.setattr("shardwise.config.resolve.gain_of_bf16", lambda: 0.0)
+
+
 @pytest.fixture(scope="session")
 def cpu_precision_env() -> dict[str, str]:
     """What half precision needs on this CPU (some advertise instructions that fault)."""

@@ -10,7 +10,15 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from shardwise.config import Run, load_run
-from shardwise.config.resolve import Resolution, check_output, resolve_machine, resolve_model, resolve_steps, world_size
+from shardwise.config.resolve import (
+    Machine,
+    Resolution,
+    check_output,
+    resolve_machine,
+    resolve_model,
+    resolve_steps,
+    world_size,
+)
 from shardwise.errors import UserError
 
 
@@ -45,6 +53,16 @@ def test_cpu_answers_and_reasons() -> None:
     assert result.reasons["backend"] == "device is cpu"
     assert result.reasons["precision"].startswith("on a CPU")
     assert result.reasons["train.micro_batch_size"] == "at most 2048 tokens per forward on cpu"
+
+
+def test_a_cpu_that_is_fast_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.config.resolve.gain_of_bf16", lambda: 2.1)
+    result = resolve_machine(run())
+    assert result.run.precision == "bf16" and "2.1 times as fast" in result.reasons["precision"]
+    assert resolve_machine(run("precision=fp32")).run.precision == "fp32"
+    monkeypatch.setattr("shardwise.config.resolve.gain_of_bf16", lambda: 1.2)
+    assert resolve_machine(run()).run.precision == "fp32"
+    assert resolve_machine(run("device=cpu"), Machine(0, ranks=4)).run.precision == "fp32"  # another machine's
 
 
 def test_gpu_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.paths import place
 from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
+from shardwise.launch.cpu import gain_of_bf16
 from shardwise.parallel.mesh import shard_size
 
 # Models whose first position is the one behind their padding id (RoBERTa's 514 are 512).
@@ -29,6 +30,8 @@ COUNTED_FROM_PADDING = frozenset(
      "longformer", "luke", "mpnet", "xmod")
 )  # fmt: skip
 FULL = 4  # micro-batches for each stage of a pipeline, where the batch has them: a fifth of the time is idle at most
+WORTH_BF16 = 1.4  # times the speed of fp32, from which a CPU computes in bf16: casts take some of it back
+FLOAT8 = (8, 9)  # capability of the first NVIDIA GPUs that multiply in 8 bits
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
 
@@ -47,9 +50,6 @@ class Resolution:
         self.reasons[path] = reason
 
 
-FLOAT8 = (8, 9)  # capability of the first NVIDIA GPUs that multiply in 8 bits
-
-
 @dataclass(frozen=True)
 class Machine:
     """What a run is resolved for: GPUs of a host, what they compute in, and the ranks of the whole run, if known."""
@@ -57,7 +57,7 @@ class Machine:
     gpus: int
     bf16: bool = True
     fp8: bool = True
-    ranks: int | None = None
+    ranks: int | None = None  # None = this machine
 
 
 def this_machine() -> Machine:
@@ -65,8 +65,7 @@ def this_machine() -> Machine:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    bf16 = bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False)
-    return Machine(gpus, bf16, not gpus or torch.cuda.get_device_capability() >= FLOAT8)
+    return Machine(gpus, bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
@@ -154,7 +153,7 @@ def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
 
 def _resolve_precision(result: Resolution, machine: Machine) -> None:
     run = result.run
-    if run.fp8.recipe != "none" and run.device == "cuda" and not machine.fp8:
+    if run.fp8.recipe != "none" and run.device == "cuda" and not _has_fp8(machine):
         problem = "this GPU does not multiply in 8 bits (NVIDIA does since Ada and Hopper, capability 8.9)"
         raise UserError("fp8.recipe", run.fp8.recipe, problem, "use precision: bf16")
     if run.precision != "auto":
@@ -162,11 +161,23 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
     if run.fp8.recipe != "none":
         result.put("precision", "bf16", "fp8 layers compute beside bf16")
     elif run.device == "cpu":
-        result.put("precision", "fp32", "on a CPU fp32 is the fastest that is always there")
+        gain = gain_of_bf16() if machine.ranks is None else 0.0
+        if gain >= WORTH_BF16:
+            result.put("precision", "bf16", f"this CPU multiplies {gain:.1f} times as fast in bf16 as in fp32")
+        else:
+            result.put("precision", "fp32", "on a CPU fp32 is the fastest that is always there")
     elif machine.bf16:
         result.put("precision", "bf16", "the GPU computes in bf16")
     else:
         result.put("precision", "fp16", "the GPU has no bf16")
+
+
+def _has_fp8(machine: Machine) -> bool:
+    if machine.ranks is not None:
+        return machine.fp8
+    import torch
+
+    return torch.cuda.get_device_capability() >= FLOAT8
 
 
 def check_parallel(run: Run, ranks: int) -> None:

@@ -548,8 +548,8 @@ class Run(Section):
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
-        description="compute type; master weights are fp32. auto = bf16 on a GPU that has it, fp32 on a CPU; fp8 is "
-        "short for bf16 with fp8: tensorwise",
+        description="compute type; master weights are fp32. auto = bf16 where the device is fast in it, else fp32 "
+        "(fp16 on old GPUs); fp8 is short for bf16 with fp8: tensorwise",
         json_schema_extra={"enum": ["auto", "bf16", "fp16", "fp32", "fp8"]},
     )
     fp8: Annotated[Fp8, BeforeValidator(_fp8, json_schema_input_type=str | Fp8)] = Field(

@@ -84,6 +84,12 @@ def cpu_env(precision: str) -> dict[str, str]:
     return {} if probe.isa is None else {CAP: probe.isa}
 
 
+def gain_of_bf16() -> float:
+    """How many times as fast as in fp32 this CPU multiplies in bf16; 0 where that does not work."""
+    probe = probe_cpu("bf16")
+    return probe.gflops / probe.fp32_gflops if probe.works and probe.fp32_gflops else 0.0
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores this process may use: its affinity, bounded by the cgroup's CPU quota; at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS

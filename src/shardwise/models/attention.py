@@ -23,6 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.acting import kind_of, stands_in
 from shardwise.models.documents import DocumentMask, OwnMask, OwnRows, RowsMask
+from shardwise.models.grouped_attention import attend_in_groups
 
 # What modules pass for scores other than softmax(scale * QK): the stock functions know what to do with it.
 EXTRAS = ("position_bias", "softcap", "s_aux")
@@ -162,6 +163,9 @@ def _one_by_one(
 ) -> torch.Tensor:
     """SDPA per document: as many scores as documents have, not as rows have."""
     lengths = mask.documents.lengths
+    if mask.covers(mask.documents.longest):
+        q, k, v = _flat(query), _flat(key), _flat(value)
+        return _in_rows(attend_in_groups(q, k, v, mask.documents.groups, dropout, scale), mask)
     outputs = []
     # split, not slices: its backward is one concatenation, that of a slice a tensor of zeros as large as the whole
     for q, k, v in zip(*(_flat(x).split(lengths) for x in (query, key, value)), strict=True):

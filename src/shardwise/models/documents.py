@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from shardwise.models.grouped_attention import Group, group
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -72,6 +74,11 @@ class Documents:
         """The position of each token within its document, (rows, width), on the device."""
         flat = torch.arange(self.rows * self.width, device=self.boundaries.device).view(self.rows, self.width)
         return flat - self.boundaries.long()[self.index]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Documents of about one length together, for attention on a CPU."""
+        return group(self.lengths, self.boundaries.device)
 
     def mask(self) -> RowsMask:
         """What to pass to a model as its `attention_mask`."""
