@@ -30,6 +30,7 @@ COUNTED_FROM_PADDING = frozenset(
      "longformer", "luke", "mpnet", "xmod")
 )  # fmt: skip
 FULL = 4  # micro-batches for each stage of a pipeline, where the batch has them: a fifth of the time is idle at most
+ELEMENTWISE = ("adamw", "adamw8bit", "adamw4bit", "lion", "sgd")  # their states can be updated in pieces
 WORTH_BF16 = 1.4  # times the speed of fp32, from which a CPU computes in bf16: casts take some of it back
 FLOAT8 = (8, 9)  # capability of the first NVIDIA GPUs that multiply in 8 bits
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
@@ -93,6 +94,7 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
     check_axes(result.run, ranks)
     first_clash(result.run)
     check_parallel(result.run, ranks)
+    _resolve_masters(result, ranks)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -170,6 +172,19 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
         result.put("precision", "bf16", "the GPU computes in bf16")
     else:
         result.put("precision", "fp16", "the GPU has no bf16")
+
+
+def _resolve_masters(result: Resolution, ranks: int) -> None:
+    run = result.run
+    if run.train.masters != "auto":
+        return
+    halves = run.precision == "bf16" and run.train.optimizer in ELEMENTWISE
+    if halves and run.offload.optimizer != "none":
+        result.put("train.masters", "split", "states that leave the device take half of the fp32 weights along")
+    elif halves and run.device == "cuda" and ranks == 1 and run.parallel.zero < 3:
+        result.put("train.masters", "split", "one GPU needs no copies of its weights")
+    else:
+        result.put("train.masters", "fp32", "the usual way")
 
 
 def _has_fp8(machine: Machine) -> bool:

@@ -314,6 +314,11 @@ class Train(Section):
     optimizer_state: Literal["fp32", "bf16"] = Field(
         default="fp32", description="type of adamw's, lion's and sgd's states; bf16 rounds stochastically"
     )
+    masters: Literal["auto", "fp32", "split"] = Field(
+        default="auto",
+        description="the weights that are updated: fp32 = beside bf16 copies; split = bf16 weights, and the rest of "
+        "their 32 bits among the optimizer's states (the same numbers, no copies); auto = split on one GPU",
+    )
     in_backward: bool = Field(
         default=False, description="update each parameter during backward and free its gradient; needs clip: null"
     )

@@ -51,7 +51,7 @@ from shardwise.zero.entries import masters
 from shardwise.zero.host import return_freed_memory
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
-from shardwise.zero.policy import eager_share, offload_optimizer, splits_masters, store_in_bf16
+from shardwise.zero.policy import eager_share, keeps_whole, offload_optimizer, split_in, store_in_bf16
 from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import COMPUTE, ShardedModel, shard_experts, shard_model
 from shardwise.zero.units import explain_divided
@@ -86,7 +86,7 @@ def build_model(
     run, source = job.run, job.source
     model = build_on_meta(source)
     adapted = apply_method(model, run, source.weights)
-    if splits_masters(run.offload, run.precision):
+    if split_in(run):
         store_in_bf16(model)
     blocks, lookup, spread = find_blocks(model), only_looked_up(model), Spread(world)
     use_float8(model, blocks, run.fp8)
@@ -110,7 +110,8 @@ def build_model(
             block.forward = torch.compile(block.forward, backend=backend)
     if spread.experts is not None:
         shard_experts(spread.experts, world, run.parallel.zero, run.precision)
-    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket)
+    whole = keeps_whole(run, world)
+    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket, whole)
     if run.offload.parameters == "none":
         give_memory(model, world.device)
     else:
@@ -149,7 +150,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters, its states where the run wants them."""
     run = job.run
-    if run.offload.optimizer == "none":
+    if run.offload.optimizer == "none" and not split_in(run):
         return build.build_optimizer(sharded.parameters, run.train, sharded.model)
     return offload_optimizer(run, sharded, world.device, disk, say)
 

@@ -36,7 +36,10 @@ def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     masters: list[Any] = []
     working: list[Any] = []
     gradients: list[Any] = []
-    frozen: list[Any] = [p for p in sharded.model.parameters() if not p.requires_grad and not isinstance(p, DTensor)]
+    plain = [p for p in sharded.model.parameters() if not isinstance(p, DTensor)]
+    frozen: list[Any] = [p for p in plain if not p.requires_grad]
+    working += [p for p in plain if p.requires_grad]
+    gradients += [p.grad for p in plain if p.requires_grad]
     for unit in sharded.model.modules():
         if not isinstance(unit, FSDPModule):
             continue

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise.acting import is_host, kind_of
 from shardwise.kernels.adamw import split_adamw
@@ -144,7 +145,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters = list(sharded.parameters.values())
         # What one rank computes in one micro-batch is in bf16 already: nothing is summed, so nothing is lost.
         exact = self.split and (accumulates or sharded.mesh.size() > 1)
-        if exact or self._shelved is not None:
+        if exact and not any(isinstance(p, DTensor) for p in parameters):  # no FSDP between: each micro-batch's own
+            take_gradients([], parameters, lambda p, gradient: self._take(p, gradient.float()), False)
+        elif exact or self._shelved is not None:
             take_gradients(sharded.units, parameters, self._take, exact)
         elif known is not None:
             for parameter in parameters:

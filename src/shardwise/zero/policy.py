@@ -14,6 +14,7 @@ from shardwise.optim.build import decay_groups, state_kind
 from shardwise.optim.codecs import Kind
 from shardwise.optim.rules import rule_of
 from shardwise.optim.shards import local_of
+from shardwise.parallel.mesh import World
 from shardwise.zero.account import predicted_bytes
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.offload import PIECE, OffloadedOptimizer
@@ -27,9 +28,20 @@ STORED = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}  # bytes per ele
 EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
 
 
-def splits_masters(offload: Offload, precision: str) -> bool:
+def splits_masters(offload: Offload, precision: str, masters: str = "auto") -> bool:
     """Whether parameters are kept in bf16 with the low half of their masters among the optimizer's states."""
-    return offload.optimizer != "none" and precision == "bf16"
+    return (offload.optimizer != "none" or masters == "split") and precision == "bf16"
+
+
+def split_in(run: Run) -> bool:
+    """The same for a resolved run."""
+    return splits_masters(run.offload, run.precision, run.train.masters)
+
+
+def keeps_whole(run: Run, world: World) -> bool:
+    """Whether FSDP has nothing to do: one rank, whose bf16 weights are what is trained, gathered from nowhere."""
+    alone = world.size == 1 and run.parallel.zero < 3 and not run.parallel.beyond_data
+    return alone and split_in(run) and run.offload.parameters == "none"
 
 
 def eager_share(run: Run) -> float:
@@ -72,7 +84,7 @@ def offload_optimizer(
     train = run.train
     kind = state_kind(train)
     defaults = {"lr": train.learning_rate, "betas": train.betas, "eps": train.eps}
-    ratio = run.offload.ratio
+    ratio = 0.0 if run.offload.optimizer == "none" else run.offload.ratio
     if ratio == "auto":
         ratio = fitting_ratio(run, sharded, device, kind)
         say(f"offload.ratio: auto → {ratio:.2f} of the optimizer's states leave the device")
@@ -84,7 +96,7 @@ def offload_optimizer(
     groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
     return OffloadedOptimizer(
         groups, _in_order(sharded), rule_of(train.optimizer, train.betas), kind, defaults, device, float(ratio),
-        disk if offload.optimizer == "disk" else None, splits_masters(run.offload, run.precision), shelf, on_disk,
+        disk if offload.optimizer == "disk" else None, split_in(run), shelf, on_disk,
     )  # fmt: skip
 
 
@@ -140,7 +152,7 @@ def held_by_place(run: Run, parameters: int, shard: int, frozen_bytes: int = 0) 
     """
     frozen = frozen_bytes / (shard if run.parallel.zero == 3 else 1)
     divided = parameters / (shard if run.parallel.zero else 1)
-    split, offload = splits_masters(run.offload, run.precision), run.offload
+    split, offload = split_in(run), run.offload
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
     weights = "device" if offload.parameters == "none" else offload.parameters
     states = "device" if offload.optimizer == "none" else offload.optimizer
@@ -173,9 +185,9 @@ def disk_bytes(run: Run, parameters: int, frozen_bytes: int = 0) -> int:
     """What the working files of all ranks take together."""
     each, frozen = 0.0, frozen_bytes if run.offload.parameters == "disk" else 0
     if run.offload.optimizer == "disk":
-        each += state_bytes(run.train) + 2 * splits_masters(run.offload, run.precision)
+        each += state_bytes(run.train) + 2 * split_in(run)
     if run.offload.parameters == "disk":
-        each += (2 if splits_masters(run.offload, run.precision) else 4) + 4  # the gradients are with them
+        each += (2 if split_in(run) else 4) + 4  # the gradients are with them
     return int(each * parameters + frozen)
 
 
@@ -185,9 +197,9 @@ def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: K
         return 0.0  # host memory is the device's own
     elements = sum(local_of(p).numel() for p in sharded.parameters.values())
     rule = rule_of(run.train.optimizer, run.train.betas)
-    state = STORED[kind] * len(rule.states) + 2 * splits_masters(run.offload, run.precision)
+    state = STORED[kind] * len(rule.states) + 2 * split_in(run)
     micro = int(run.train.micro_batch_size)
-    lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and splits_masters(run.offload, run.precision)
+    lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and split_in(run)
     gradients = (0 if run.train.in_backward else 2 if lean else 4) * elements
     rings = (DEPTH * state + 24) * PIECE["cuda"]
     used = torch.cuda.memory_allocated(device) + gradients + rings + activation_bytes(run, sharded)

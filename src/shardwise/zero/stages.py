@@ -157,10 +157,14 @@ def shard_model(
     stage: int,
     precision: str,
     bucket: int | None = None,
+    whole: bool = False,
 ) -> None:
-    """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory."""
+    """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory.
+
+    `whole`: there is one rank, and what it trains is what it computes with.
+    """
     leave_integers_alone()
-    plain = unmanaged(model, stage, precision)
+    plain = set(model.parameters()) if whole else unmanaged(model, stage, precision)
     options = _options(mesh, stage, precision)
     for unit in choose_units(model, blocks, bucket, mesh.size(1), plain):
         modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]

@@ -103,6 +103,7 @@ OPTIMIZERS = _choice(
 ADAMW, EIGHT_BITS, FOUR_BITS, LION, SGD, ADAM_MINI, ADAFACTOR, MUON = OPTIMIZERS
 ELEMENTWISE = (ADAMW, EIGHT_BITS, FOUR_BITS, LION, SGD)  # their states can be anywhere, in pieces
 BF16_STATES = Feature("optimizer_state: bf16", "train.optimizer_state", "bf16", numbers="other")
+SPLIT_MASTERS = Feature("masters: split", "train.masters", "split", company={"precision": "bf16"})
 IN_BACKWARD = Feature("in_backward", "train.in_backward", True, company={"train.clip": None})
 
 _BASE = {"model.name": "./model"}  # adapters are of a model that exists
@@ -145,8 +146,8 @@ CPU, CUDA = _choice("device", "cpu", "cuda", numbers="other")
 
 FEATURES = (
     *ZERO, SHARD, SECONDARY, QUANTIZE_WEIGHTS, QUANTIZE_GRADIENTS, BUCKET, *STATES, *PARAMETERS, ACTIVATIONS, RECOMPUTE,
-    COMPILE, *PRECISIONS, *FP8, *OPTIMIZERS, BF16_STATES, IN_BACKWARD, FULL, *ADAPTERS, *OBJECTIVES, PACKING, *AXES,
-    CPU, CUDA,
+    COMPILE, *PRECISIONS, *FP8, *OPTIMIZERS, BF16_STATES, SPLIT_MASTERS, IN_BACKWARD, FULL, *ADAPTERS, *OBJECTIVES,
+    PACKING, *AXES, CPU, CUDA,
 )  # fmt: skip
 
 
@@ -155,6 +156,7 @@ def _hidden(name: str, field: str, value: Any, test: Callable[[Any], bool] | Non
     return Feature(name, field, value, test, shown=False, **more)
 
 
+WHOLE_MASTERS = _hidden("masters: fp32", "train.masters", "fp32")
 STATES_STAY = _hidden("offload.optimizer: none", "offload.optimizer", "none")
 NO_DISK = _hidden(
     "nothing on disk", "offload.disk", "scratch", _given,

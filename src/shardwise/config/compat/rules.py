@@ -100,6 +100,7 @@ BESIDE_AXES = (
     _rule("train.optimizer", (_others(f.OPTIMIZERS, f.ADAMW), DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
     _rule("train.optimizer_state", (f.BF16_STATES, DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
     _rule("train.in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
+    _rule("train.masters", (f.SPLIT_MASTERS, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("compile", (f.COMPILE, (f.TENSOR, *f.SCHEDULES)), "does not go with {axes} yet", "set compile: false"),
     _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", "leave it out", shown="fp8.recipe"),
@@ -146,6 +147,13 @@ PLACES = (
 )  # fmt: skip
 
 UPDATES = (
+    _rule("train.masters", (f.SPLIT_MASTERS, (f.PRECISIONS[0], f.FP16)),
+          "the upper half of fp32 is bf16, but {precision} is computed in", "set precision: bf16, or leave it out"),
+    _rule("train.masters", (f.SPLIT_MASTERS, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
+          "{train.optimizer} looks at whole matrices; split weights are updated in pieces",
+          f"use optimizer: {named(f.ELEMENTWISE)}, or masters: fp32"),
+    _rule("train.masters", (f.WHOLE_MASTERS, f.STATES, f.PRECISIONS[1]),
+          "states that leave the device in bf16 take half of the fp32 weights along", "leave it out"),
     _rule("train.in_backward", (f.IN_BACKWARD, f.CLIP),
           "clipping needs the norm of all gradients, which are gone one by one",
           "set train.clip: null"),
