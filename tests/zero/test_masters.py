@@ -74,5 +74,3 @@ def test_what_is_chosen() -> None:
     assert answer("offload.optimizer=cpu", gpus=2) == "split" and answer("train.masters=fp32") == "fp32"
     with pytest.raises(UserError, match="whole matrices"):
         answer("train.masters=split", "train.optimizer=muon")
-    with pytest.raises(UserError, match="take half"):
-        answer("train.masters=fp32", "offload.optimizer=cpu")

@@ -184,7 +184,8 @@ def _resolve_masters(result: Resolution, ranks: int) -> None:
     elif halves and run.device == "cuda" and ranks == 1 and run.parallel.zero < 3:
         result.put("train.masters", "split", "one GPU needs no copies of its weights")
     else:
-        result.put("train.masters", "fp32", "the usual way")
+        result.put("train.masters", "fp32", "")
+        del result.reasons["train.masters"]  # what is usual needs none
 
 
 def _has_fp8(machine: Machine) -> bool:

@@ -23,7 +23,7 @@ from shardwise.plan.network import KINDS
 from shardwise.plan.network import seconds as wire_seconds
 from shardwise.rehearse.tally import Tally
 from shardwise.rehearse.tracker import Work
-from shardwise.zero.policy import offloaded_share, state_bytes
+from shardwise.zero.policy import offloaded_share, split_in, state_bytes
 
 MATMUL, MOST = 1.1, 0.85  # of the rate of a long row of equal products (in a step the device cools down); of the peak
 SHORT = 70  # a product whose shortest side has this length runs at half the rate
@@ -79,6 +79,10 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
         for work, count in counts.items():
             phase = work.phase if work.phase in compute else "update"
             compute[phase] += count * times * kernel(work, device, run.compile, fp8)
+    if run.offload.optimizer == "none" and split_in(run):
+        compute["update"] = _resident(tally.trained, run, micro_batches) / (
+            STREAM * device.bandwidth * device.stream / 0.9
+        )
     host = _host(tally, run.compile, micro_batches) if device.kind != "cpu" else 0.0
     total = sum(compute.values())
     waiting = blended(total, host) - total
@@ -94,6 +98,12 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
         compute["forward"], compute["backward"], compute["update"], waiting, sum(axes.values()), exposed, moved,
         hidden=hidden, host=host, wire=wire,
     )  # fmt: skip
+
+
+def _resident(trained: float, run: Run, micro_batches: int) -> float:
+    """Bytes that the fused update of split weights moves, whose rehearsal is of its plain reference."""
+    gradient = 4 if micro_batches > 1 else 2
+    return trained * (2 * gradient + 2 * (4 + state_bytes(run.train)))  # the gradient for its norm too
 
 
 def blended(device: float, host: float) -> float:

@@ -154,6 +154,9 @@ def held_by_place(run: Run, parameters: int, shard: int, frozen_bytes: int = 0) 
     divided = parameters / (shard if run.parallel.zero else 1)
     split, offload = split_in(run), run.offload
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
+    if split and shard == 1 and run.ranks == 1 and run.parallel.zero < 3 and not run.parallel.beyond_data:
+        summed = run.train.batch_size > int(run.train.micro_batch_size)
+        predicted |= {"parameters": 0.0, "gradients": (4 if summed else 2) * parameters}  # see keeps_whole
     weights = "device" if offload.parameters == "none" else offload.parameters
     states = "device" if offload.optimizer == "none" else offload.optimizer
     open_yet = offload.ratio == "auto" and states != "device"

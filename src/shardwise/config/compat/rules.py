@@ -152,8 +152,6 @@ UPDATES = (
     _rule("train.masters", (f.SPLIT_MASTERS, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
           "{train.optimizer} looks at whole matrices; split weights are updated in pieces",
           f"use optimizer: {named(f.ELEMENTWISE)}, or masters: fp32"),
-    _rule("train.masters", (f.WHOLE_MASTERS, f.STATES, f.PRECISIONS[1]),
-          "states that leave the device in bf16 take half of the fp32 weights along", "leave it out"),
     _rule("train.in_backward", (f.IN_BACKWARD, f.CLIP),
           "clipping needs the norm of all gradients, which are gone one by one",
           "set train.clip: null"),
@@ -219,6 +217,8 @@ MACHINES = (
 )  # fmt: skip
 
 REMARKS = (
+    _rule("train.masters", (f.WHOLE_MASTERS, f.STATES, f.PRECISIONS[1]),
+          "states that leave the device in bf16 take half of the fp32 weights along", "leave it out", "remark"),
     _rule("data.packing", (f.PACKING, ROWS), "{objective.type} rows are read one at a time: packing is switched off",
           "set data.packing: false to say so", "remark"),
     _rule("parallel.expert", (f.EXPERT, (f.SEQ2SEQ, f.MASKED)),
