@@ -79,11 +79,11 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
         for work, count in counts.items():
             phase = work.phase if work.phase in compute else "update"
             compute[phase] += count * times * kernel(work, device, run.compile, fp8)
-    if run.offload.optimizer == "none" and split_in(run):
-        compute["update"] = _resident(tally.trained, run, micro_batches) / (
-            STREAM * device.bandwidth * device.stream / 0.9
-        )
-    host = _host(tally, run.compile, micro_batches) if device.kind != "cpu" else 0.0
+    fused = run.offload.optimizer == "none" and split_in(run)
+    if fused:
+        size = _resident(tally.trained, run, micro_batches)
+        compute["update"] = size / (STREAM * device.bandwidth * device.stream / 0.9)
+    host = _host(tally, run.compile, micro_batches, fused) if device.kind != "cpu" else 0.0
     total = sum(compute.values())
     waiting = blended(total, host) - total
     axes, data, wire = _communication(tally, run, cluster, micro_batches)
@@ -168,10 +168,11 @@ def _shape(sides: tuple[int, ...]) -> float:
     return short / (short + SHORT) * (ODD if any(side % 8 for side in sides) else 1.0)
 
 
-def _host(tally: Tally, compiled: bool, micro_batches: int) -> float:
+def _host(tally: Tally, compiled: bool, micro_batches: int, fused: bool) -> float:
     spent = 0.0
     for counts, times in ((tally.work, micro_batches), (tally.work_once, 1)):
-        spent += times * sum(HOST.get(work.phase, HOST["update"]) * count for work, count in counts.items())
+        counted = {work: count for work, count in counts.items() if not fused or work.phase != "update"}
+        spent += times * sum(HOST.get(work.phase, HOST["update"]) * count for work, count in counted.items())
     spent += micro_batches * sum(HOST[what] * tally.calls.get(what, 0.0) for what in ("view", "module"))
     return max(0.0, spent) * (HOST_COMPILED if compiled else 1.0)
 
