@@ -157,7 +157,7 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
     run = result.run
     if run.fp8.recipe != "none" and run.device == "cuda" and not _has_fp8(machine):
         problem = "this GPU does not multiply in 8 bits (NVIDIA does since Ada and Hopper, capability 8.9)"
-        raise UserError("fp8.recipe", run.fp8.recipe, problem, "use precision: bf16")
+        raise UserError("fp8.recipe", run.fp8.recipe, problem, "set precision: bf16 and fp8: none")
     if run.precision != "auto":
         return
     if run.fp8.recipe != "none":

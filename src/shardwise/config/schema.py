@@ -551,11 +551,10 @@ class Run(Section):
     parallel: Annotated[Parallel, BeforeValidator(_parallel, json_schema_input_type=Literal["auto"] | Parallel)] = (
         Field(default=Parallel(), description="how the model is spread over the ranks: settings, or auto = as planned")
     )
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(  # fp8 never stays: see _short
         default="auto",
         description="compute type; master weights are fp32. auto = bf16 where the device is fast in it, else fp32 "
         "(fp16 on old GPUs); fp8 is short for bf16 with fp8: tensorwise",
-        json_schema_extra={"enum": ["auto", "bf16", "fp16", "fp32", "fp8"]},
     )
     fp8: Annotated[Fp8, BeforeValidator(_fp8, json_schema_input_type=str | Fp8)] = Field(
         default=Fp8(), description="linear layers in 8 bits beside bf16: tensorwise or rowwise, or settings of its own"
@@ -598,9 +597,16 @@ class Run(Section):
         """`precision: fp8` for what it stands for."""
         if isinstance(values, dict) and values.get("precision") == "fp8":
             fp8 = _fp8(values.get("fp8") or {})
+            if isinstance(fp8, dict) and fp8.get("recipe") == "none":
+                raise ValueError("precision: fp8 contradicts fp8.recipe: none; leave one of them out")
             recipe = {"recipe": "tensorwise"} if isinstance(fp8, dict) and "recipe" not in fp8 else {}
             return values | {"precision": "bf16", "fp8": {**fp8, **recipe} if isinstance(fp8, dict) else fp8}
         return values
+
+    @property
+    def computes_in(self) -> str:
+        """The precision in words."""
+        return self.precision + ("" if self.fp8.recipe == "none" else f" with fp8 ({self.fp8.recipe})")
 
     @property
     def left_open(self) -> bool:

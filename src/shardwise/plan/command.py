@@ -167,7 +167,8 @@ def _loaded(asked: Asked) -> tuple[LoadedRun, bool]:
 def _methods(asked: Asked, values: dict[str, Any], is_file: bool) -> list[str | None]:
     if asked.method is not None:
         return [asked.method]
-    return [None] if is_file or "method" in values else [None, *ADAPTERS]
+    eight = "fp8" in values or values.get("precision") == "fp8"  # for what is trained whole
+    return [None] if is_file or eight or "method" in values else [None, *ADAPTERS]
 
 
 def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> tuple[Run, ModelSource]:
@@ -220,7 +221,7 @@ def show(plan: Plan, console: Console, tokens: float | None, short: bool = False
     count = f"{(sizes.block * sizes.layers + sizes.rest) / 1e9:.2f}B parameters" if sizes else ""
     console.print(
         f"\n[bold]{plan.source.label}[/bold] ({count}), {run.method.type}, on [bold]{cluster.label}[/bold]: "
-        f"{run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step, {run.precision}"
+        f"{run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step, {run.computes_in}"
     )
     if plan.best is None or short:
         for line in (

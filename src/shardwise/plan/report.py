@@ -114,7 +114,7 @@ def _header(plan: Plan, tokens: float | None) -> str:
     method = "full fine-tuning" if run.method.type == "full" else run.method.type
     about = (
         f"{count}{method} · {run.train.batch_size} sequences of {run.data.sequence_length:,} tokens a step · "
-        f"{run.precision} · {run.train.optimizer}{links}"
+        f"{run.computes_in} · {run.train.optimizer}{links}"
     )
     head = f"<h1><bdi>{text(plan.source.label)}</bdi> <span>on {text(plan.cluster.label)}</span></h1>"
     head += f'<p class="about">{text(about)}</p>'

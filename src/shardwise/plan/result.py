@@ -27,7 +27,7 @@ def as_dict(plan: Plan, tokens: float | None) -> dict[str, Any]:
         },
         "run": {
             "sequence_length": run.data.sequence_length, "batch_size": run.train.batch_size, "method": run.method.type,
-            "precision": run.precision, "optimizer": run.train.optimizer, "tokens": tokens,
+            "precision": run.precision, "fp8": run.fp8.recipe, "optimizer": run.train.optimizer, "tokens": tokens,
         },
         "considered": plan.considered,
         "strategies": [option_dict(option, tokens) for option in (*plan.options, *plan.too_large)],

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.config.load import load_run
+from shardwise.errors import UserError
 from shardwise.rehearse.apart import apart
 from shardwise.rehearse.ledger import CATEGORIES, WORKSPACE, Ledger, ledger_of, replayed, wire
 from shardwise.rehearse.step import Alike, Rehearsal, rehearse
@@ -25,6 +26,11 @@ def run_rehearsal(
 ) -> None:
     """Rehearses and prints."""
     target = aim(load_run(file, overrides), nodes, gpus)
+    if rank is not None and not 0 <= rank < target.ranks:
+        raise UserError("--rank", rank, f"there are {target.ranks} ranks", f"give one from 0 to {target.ranks - 1}")
+    width = target.run.data.sequence_length
+    if documents < 1 or width % documents:
+        raise UserError("--documents", documents, f"rows of {width} tokens cannot be divided into so many", "e.g. 8")
     console = Console(highlight=False, stderr=as_json)
     found: list[dict[str, Any]] = []
     known = Alike()
@@ -37,6 +43,10 @@ def run_rehearsal(
     if as_json:
         print(json.dumps({"ranks": target.ranks, "reasons": target.reasons, "rehearsed": found}, indent=1))
         return
+    run = target.run
+    console.print(
+        f"{target.source.label}: micro-batches of {run.train.micro_batch_size} × {width:,} tokens, {run.computes_in}"
+    )
     for one in found:
         _show(one, target, console)
 
@@ -56,6 +66,8 @@ def report_of(result: Rehearsal, target: Target) -> dict[str, Any]:
         "rank": result.rank,
         "place": result.place,
         "micro_batches": result.micro_batches,
+        "micro_batches_of": target.micro_batches,
+        "micro_batch_size": target.run.train.micro_batch_size,
         "held": result.held,
         "peak": allocator.most_allocated + WORKSPACE if allocator else ledger.peak,
         "at_peak": ledger.at_peak() | ({"workspace": WORKSPACE} if on_gpu else {}),
@@ -97,5 +109,6 @@ def _show(one: dict[str, Any], target: Target, console: Console) -> None:
         console.print(table)
     flops = f"{one['flops'] / 1e12:,.1f} TFLOP"
     console.print(
-        f"a step of {one['micro_batches']} micro-batches: {flops} on this rank ({one['seconds']} s to rehearse)"
+        f"rehearsed: {one['micro_batches']} of the {one['micro_batches_of']} micro-batches of a step, {flops} on this "
+        f"rank ({one['seconds']} s)"
     )

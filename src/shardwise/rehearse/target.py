@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.config.axes import data_ranks
 from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Run
@@ -20,6 +21,12 @@ class Target:
     source: ModelSource
     ranks: int
     reasons: dict[str, str]
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a whole step, on each rank."""
+        each = self.run.train.batch_size // data_ranks(self.run.parallel, self.ranks)
+        return max(1, each // int(self.run.train.micro_batch_size))
 
     @property
     def stages(self) -> list[int]:

@@ -116,8 +116,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     groups = f"; {layout.replicate} groups of {shard}" if layout.replicate > 1 < shard else ""
     groups += describe_collectives(run.parallel, shard, int(run.ranks))
     divided = STAGES[run.parallel.zero] if layout.replicate * shard > 1 else _nothing(layout)
-    eight = "" if run.fp8.recipe == "none" else f" with fp8 ({run.fp8.recipe})"
-    where = f"{ranks} on {run.device} ({run.backend}), {run.precision}{eight}"
+    where = f"{ranks} on {run.device} ({run.backend}), {run.computes_in}"
     table.add_row("ranks", f"{where}, ZeRO {run.parallel.zero}: {divided}{groups}")
     if run.parallel.beyond_data:
         table.add_row("axes", "; ".join(axis_lines(layout)))

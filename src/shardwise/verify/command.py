@@ -101,11 +101,11 @@ def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown
     prover = Prover(base, source, plan, sized, folder, say)
     prover.prepare()
     certificate = Certificate(
-        name, sized.told, sized.parameters, prover.batch_told, prover.reference_told, precision, device,
-        notes + prover.notes,
+        name, sized.told, sized.parameters, prover.batch_told, prover.reference_told, precision, device, notes,
     )  # fmt: skip
     with ranks(precision, device, folder) as started:
         prover.compute_reference(started)
+        notes += prover.notes
         for claim in plan.claims:
             row = prover.show(claim, started, certificate.rows)
             certificate.rows.append(row)

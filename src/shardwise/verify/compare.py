@@ -41,6 +41,20 @@ INT8 = Bounds(loss=5e-3, norm=1e-2, gradient=0.1, update=None, after=1e-2)
 INT4 = Bounds(loss=5e-3, norm=5e-2, gradient=0.5, update=None, after=2e-2)
 
 
+# What other orders of the same operations may make of half precision's rounding, as a multiple of what it alone does;
+# gradients that are further apart than the last would show nothing.
+TIMES, MOST = 4.0, 0.5
+
+
+def rounding(half: Reference, single: Reference) -> Bounds:
+    """Bounds from a plain answer in half precision against the same in single."""
+    a, b = half.told, single.told
+    apart = max(gradient_apart(half.gradient(n), single.gradient(n), b["largest"]) for n in single.names)
+    after = abs(a["after"] - b["after"]) if "after" in b else 0.0
+    norm = relative(a["norm"], b["norm"])
+    return Bounds(TIMES * abs(a["loss"] - b["loss"]), TIMES * norm, min(TIMES * apart, MOST), None, TIMES * after)
+
+
 def wider(a: Bounds, b: Bounds) -> Bounds:
     """What both allow."""
     update = None if a.update is None or b.update is None else max(a.update, b.update)

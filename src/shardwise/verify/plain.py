@@ -6,6 +6,7 @@ ours. What it is given are documents (token ids and which of them are learned) a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from shardwise.verify.compare import write_reference
 
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 2  # the second shows that the first one's update arrived
 
 
@@ -23,6 +25,7 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(work["device"])
     model = _model(work).to(device)
     trained = _trained(model, work)
+    called = _in_half(model, HALVES[work["precision"]]) if work["precision"] in HALVES else model
     documents = torch.load(work["documents"], weights_only=True)
     count = sum(_learned(one, work["task"]) for one in documents)
     optimizer = torch.optim.AdamW(
@@ -39,7 +42,7 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
         total = 0.0
         for document in documents:
             if _learned(document, work["task"]):
-                loss = _summed_loss(model, document, work["task"], device) / count
+                loss = _summed_loss(called, document, work["task"], device) / count
                 loss.backward()
                 total += loss.item()
         norm = sum(float(p.grad.double().square().sum()) for p in trained.values() if p.grad is not None) ** 0.5
@@ -69,6 +72,16 @@ def _model(work: dict[str, Any]) -> Any:
     return model.train()  # without dropout: the folder's config has none
 
 
+def _in_half(model: Any, kind: torch.dtype) -> Callable[..., Any]:
+    """The model computing in half precision, on weights that stay in single: what rounding alone makes of it."""
+
+    def called(**given: Any) -> Any:
+        halves = {n: p.to(kind) for n, p in model.named_parameters()}
+        return torch.func.functional_call(model, halves, kwargs=given)
+
+    return called
+
+
 def _trained(model: Any, work: dict[str, Any]) -> dict[str, nn.Parameter]:
     """The parameters that the run trains, by name; low-rank updates are put beside their layers as the paper says."""
     named = dict(model.named_parameters())
@@ -87,7 +100,10 @@ def _trained(model: Any, work: dict[str, Any]) -> dict[str, nn.Parameter]:
 
 
 def _beside(module: nn.Module, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
-    module.register_forward_hook(lambda _, given, out: out + scale * F.linear(F.linear(given[0], down), up))
+    def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return out + scale * F.linear(F.linear(given[0], down.to(out.dtype)), up.to(out.dtype))
+
+    module.register_forward_hook(add)
 
 
 def _decays(parameter: torch.Tensor, work: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardwise.models.tasks import CLASSES
 from shardwise.train.job import Job, prepare_job
 from shardwise.verify.certificate import FAIL, OPEN, PASS, UNTRIED, Row
 from shardwise.verify.claims import BATCH, MODEL, PACKING, ROWS, Claim, Plan
-from shardwise.verify.compare import together
+from shardwise.verify.compare import HALF, TIMES, Reference, rounding, together, wider
 from shardwise.verify.ranks import Ranks, unlaunched
 from shardwise.verify.sized import Sized, write_adapter
 
@@ -125,11 +125,32 @@ class Prover:
             else:
                 settings = {"ranks": 1, "parallel.zero": 0, "train.micro_batch_size": self.plan.rows}
                 work = self._work("own", settings) | {"against": None, "answer": str(self._answer(name))}
-            found = ranks.ask(work | {"folder": str(self.folder / "claims" / f"reference-{name}"), "ranks": 1})
-            if "failed" in found[0]:
-                if found[0]["kind"] == "user":
-                    raise _AlreadyWorded(found[0]["failed"])
-                raise RunFailed(f"the reference failed: {found[0]['failed']}\n  → --keep FOLDER keeps its log")
+            self._ask_reference(work, f"reference-{name}", ranks)
+            if self.plain and job.run.precision != "fp32":
+                self._allow_rounding(work, name, ranks)
+
+    def _ask_reference(self, work: dict[str, Any], log: str, ranks: Ranks) -> None:
+        found = ranks.ask(work | {"folder": str(self.folder / "claims" / log), "ranks": 1})
+        if "failed" in found[0]:
+            if found[0]["kind"] == "user":
+                raise _AlreadyWorded(found[0]["failed"])
+            raise RunFailed(f"the reference failed: {found[0]['failed']}\n  → --keep FOLDER keeps its log")
+
+    def _allow_rounding(self, work: dict[str, Any], name: str, ranks: Ranks) -> None:
+        """Measures what half precision alone makes of the reference, and gives claims on this batch that much room."""
+        file, kind = self.folder / f"{name}-half.safetensors", self.base["precision"]
+        self._ask_reference(work | {"precision": kind, "answer": str(file)}, f"half-{name}", ranks)
+        room = rounding(Reference(file), Reference(self._answer(name)))
+        self.plan.claims = [
+            replace(claim, bounds=wider(claim.bounds, room)) if claim.batch == name else claim
+            for claim in self.plan.claims
+        ]
+        told = any(" alone moves " in note for note in self.notes)
+        if not told and (room.gradient > HALF.gradient or room.loss > HALF.loss or room.after > HALF.after):
+            self.notes.append(
+                f"{kind} alone moves this model's loss by {room.loss / TIMES:.1e} and its gradients by "
+                f"{room.gradient / TIMES:.1e}: bounds are {TIMES:.0f} times that; without --precision they are narrow"
+            )
 
     def _plain_work(self, name: str, job: Job) -> dict[str, Any]:
         run, source = job.run, job.source
@@ -137,7 +158,7 @@ class Prover:
         return {
             "kind": "plain", "model": str(self.sized.folder), "auto_class": CLASSES[source.task][0],
             "trust_remote_code": source.trust_remote_code, "task": source.task, "device": run.device,
-            "documents": str(self.folder / f"{name}.pt"), "answer": str(self._answer(name)),
+            "precision": "fp32", "documents": str(self.folder / f"{name}.pt"), "answer": str(self._answer(name)),
             "trained": _trained(job), "adapter": str(self.adapter) if self.adapter else None, "scales": self.scales,
             "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.clip,
             "weight_decay": train.weight_decay, "decay_norms": train.decay_norms,

@@ -156,7 +156,9 @@ def _hidden(name: str, field: str, value: Any, test: Callable[[Any], bool] | Non
     return Feature(name, field, value, test, shown=False, **more)
 
 
-WHOLE_MASTERS = _hidden("masters: fp32", "train.masters", "fp32")
+NO_FP8 = _hidden("fp8: none", "fp8.recipe", "none")
+KEPT_16 = _hidden("fp8.keep", "fp8.keep", ("down_proj",), bool)
+EAGER = _hidden("compile: false", "compile", False)
 STATES_STAY = _hidden("offload.optimizer: none", "offload.optimizer", "none")
 NO_DISK = _hidden(
     "nothing on disk", "offload.disk", "scratch", _given,

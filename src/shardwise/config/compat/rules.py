@@ -89,6 +89,8 @@ SECTIONS = (
           "set context to 2 or more, or leave it out", section=True),
 )  # fmt: skip
 
+NO_FP8 = "set fp8: none and precision: bf16"
+
 BESIDE_AXES = (
     _rule("offload.optimizer", (f.STATES, f.AXES), ALONE, "set offload.optimizer: none"),
     _rule("offload.parameters", (f.PARAMETERS, f.AXES), ALONE, "set offload.parameters: none"),
@@ -103,9 +105,9 @@ BESIDE_AXES = (
     _rule("train.masters", (f.SPLIT_MASTERS, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("compile", (f.COMPILE, (f.TENSOR, *f.SCHEDULES)), "does not go with {axes} yet", "set compile: false"),
     _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
-    _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", "leave it out", shown="fp8.recipe"),
+    _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
     _rule("parallel.schedule", (f.ZBV, f.FP8), "rounds a gradient once for both of its products: not in two parts",
-          "leave fp8 out, or use 1f1b or interleaved"),
+          f"{NO_FP8}, or use 1f1b or interleaved"),
     _rule("parallel.schedule", (f.ZBV, f.ZERO[3]),
           "a backward in two parts needs its weights in both: not at stage 3",
           "set parallel.zero to 2 or less, or use 1f1b or interleaved"),
@@ -171,7 +173,7 @@ UPDATES = (
 
 METHODS = (
     _rule("fp8", (f.FP8, f.ADAPTERS), "is for layers that are trained whole; an adapter's base is frozen",
-          "leave it out, or use method: full", shown="fp8.recipe"),
+          f"{NO_FP8}, or use method: full", shown="fp8.recipe"),
     _rule("method", (f.ADAPTERS, f.SCRATCH),
           "an adapter of a model that starts from scratch would be of no use without it",
           "use method: full, or give a model.name", shown="method.type"),
@@ -212,19 +214,20 @@ AIMS = (
 
 MACHINES = (
     _rule("fp8", (f.FP8, (f.PRECISIONS[0], f.FP16)), "computes beside bf16, not {precision}",
-          "set precision: bf16, or leave fp8 out", shown="fp8.recipe"),
+          f"set precision: bf16, or {NO_FP8}", shown="fp8.recipe"),
+    _rule("fp8.keep", (f.KEPT_16, f.NO_FP8), "nothing multiplies in 8 bits", "set precision: fp8, or leave it out"),
     _rule("backend", (f.NCCL, f.CPU), "works on CUDA devices only", "use backend: gloo or leave it out"),
 )  # fmt: skip
 
 REMARKS = (
-    _rule("train.masters", (f.WHOLE_MASTERS, f.STATES, f.PRECISIONS[1]),
-          "states that leave the device in bf16 take half of the fp32 weights along", "leave it out", "remark"),
     _rule("data.packing", (f.PACKING, ROWS), "{objective.type} rows are read one at a time: packing is switched off",
           "set data.packing: false to say so", "remark"),
     _rule("parallel.expert", (f.EXPERT, (f.SEQ2SEQ, f.MASKED)),
           "no architecture of this kind is known whose experts can be divided", "leave it out", "remark"),
     _rule("precision", (f.FP16, f.CPU), "CPUs compute fp16 slower than fp32",
           "use precision: fp32 where time matters", "remark"),
+    _rule("fp8", (f.FP8, f.EAGER), "a GPU scales and rounds each tensor by kernels of its own: slower than bf16",
+          "add compile: true, which fuses them", "remark", shown="fp8.recipe"),
     _rule("fp8", (f.FP8, f.CPU), "a CPU gains nothing by it; its arithmetic is the same as a GPU's",
           "use precision: fp32 where time matters", "remark", shown="fp8.recipe"),
     _rule("offload.optimizer", (f.STATES[0], f.CPU), "the host's memory is the device's own: nothing is saved",
