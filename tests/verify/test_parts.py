@@ -15,7 +15,16 @@ from transformers import AutoConfig
 from shardwise.config.schema import Run
 from shardwise.models.source import ModelSource
 from shardwise.verify.claims import plan_claims, small_world
-from shardwise.verify.compare import EXACT, Difference, gradient_apart, together, update_apart
+from shardwise.verify.compare import (
+    EXACT,
+    Difference,
+    Reference,
+    gradient_apart,
+    rounding,
+    together,
+    update_apart,
+    write_reference,
+)
 from shardwise.verify.sized import Room, fewer_layers, kinds_within, make_model, tiny_config
 
 
@@ -141,3 +150,16 @@ def test_the_worst_rank_counts() -> None:
     frozen = replace(good, after=0.1)
     assert "after one update" in frozen.trouble(EXACT)
     assert Difference(float("inf"), 0.0, 0.0).trouble(EXACT)
+
+
+def test_room_for_rounding(tmp_path: Path) -> None:
+    single, half = ({"w": torch.tensor([1.0, -2.0]) + shift} for shift in (0.0, 0.01))
+    told = {"loss": 2.0, "norm": 3.0, "after": 1.5}
+    write_reference(tmp_path / "a.safetensors", single, {}, told)
+    write_reference(tmp_path / "b.safetensors", half, {}, {"loss": 2.01, "norm": 3.03, "after": 1.6})
+    room = rounding(Reference(tmp_path / "b.safetensors"), Reference(tmp_path / "a.safetensors"))
+    assert room.loss == pytest.approx(4 * 0.01) and room.norm == pytest.approx(4 * 0.01)
+    assert room.gradient == pytest.approx(4 * 0.005, rel=1e-3) and room.after == pytest.approx(4 * 0.1)
+    far = {"w": torch.tensor([5.0, 5.0])}
+    write_reference(tmp_path / "c.safetensors", far, {}, told)
+    assert rounding(Reference(tmp_path / "c.safetensors"), Reference(tmp_path / "a.safetensors")).gradient == 0.5

@@ -60,6 +60,10 @@ def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool)
     _check(asked, write, html)
     cluster = _cluster(asked)
     loaded, is_file = _loaded(asked)
+    spread = next((word for word in asked.overrides if word.startswith("parallel")), None)
+    if spread is not None and not is_file:
+        problem = "how a model is spread is what is planned; of a RUN.yaml, what is written is compared with it"
+        raise UserError("override", spread, problem, "leave it out, or write it into a RUN.yaml")
     values = loaded.run.model_dump(exclude_unset=True)
     tokens = _tokens(asked.tokens)
     budget = THOROUGH if asked.thorough else BUDGET

@@ -28,18 +28,18 @@ def _choices(plan: Plan, best: Option, quick: Quick) -> Iterator[str]:
     if cluster.ranks > 1:
         yield _why_stage(s, quick, cluster)
     if s.tensor > 1:
-        without = _nearest(quick, replace(s, tensor=1))
+        without = _without("tensor", plan, quick, replace(s, tensor=1))
         inner = f"tensor {s.tensor} stays within a node ({per_second(cluster.within.bandwidth)} each)"
         spent = found.time.model_axes
         yield f"{inner} and costs {spent:.2g} s of a step; without it: {without}."
     if s.pipeline > 1:
         idle = found.time.bubble / found.time.seconds
-        without = _nearest(quick, replace(s, pipeline=1, interleaved=False))
+        without = _without("pipeline", plan, quick, replace(s, pipeline=1, interleaved=False))
         yield f"pipeline {s.pipeline} leaves devices idle {idle:.0%} of a step; without it: {without}."
     if s.context > 1:
         yield (
             f"context {s.context} divides {plan.run.data.sequence_length:,} tokens; without it: "
-            f"{_nearest(quick, replace(s, context=1))}."
+            f"{_without('context', plan, quick, replace(s, context=1))}."
         )
     if s.expert > 1:
         size = quick.of.sizes.experts * quick.of.sizes.layers
@@ -84,6 +84,16 @@ def _why_stage(s: Strategy, quick: Quick, cluster: Cluster) -> str:
         spent = f"{per_second(rate)} = {total / rate:.2g} s"
         moved = f"; it moves {total / 1e9:,.0f} GB per step at {spent} beside the computation"
     return f"{words}: {why}{moved}."
+
+
+def _without(axis: str, plan: Plan, quick: Quick, s: Strategy) -> str:
+    """The best that was sketched without an axis; where none was, about what the same without it would take."""
+    others = [one for one in plan.options if getattr(one.strategy, axis) == 1]
+    if not others:
+        return _nearest(quick, s)
+    best = min(others, key=lambda one: one.estimate.time.seconds)
+    found = best.estimate
+    return f"{told(best.strategy)} with {found.time.seconds:.2f} s a step and {human(found.peak)}"
 
 
 def _nearest(quick: Quick, s: Strategy) -> str:
