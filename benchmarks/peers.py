@@ -1,0 +1,191 @@
+"""Tokens per second and memory on one GPU, ours and others', on the same work in the same call.
+
+    python benchmarks/peers.py OUT.json ROW [ROW…] [--who NAME[,NAME…]]     on the machine with the GPU
+    python benchmarks/peers.py OUT.json                                     prints what is in it
+
+Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora. Each contestant has a process of its own, random weights of Llama's shapes and
+full sequences of 4,096 tokens, and takes a whole step: forward, backward, clipping off, update. MFU counts 6 FLOP per
+parameter and token (4 where the base is frozen) against 989 TFLOP/s. The others need liger-kernel, peft and torchao.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LENGTH, PEAK = 4096, 989e12
+LLAMA = {"model_type": "llama", "max_position_embeddings": 131072, "vocab_size": 128256, "num_key_value_heads": 8,
+         "num_attention_heads": 32}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "1b": LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                   "tie_word_embeddings": True},
+    "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                   "tie_word_embeddings": False},
+}  # fmt: skip
+# Row: model, sequences a step, FLOP per parameter and token, contestants.
+FULL = ("hf-liger", "compiled-liger", "ours", "ours-8bit")
+ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
+    "1b-full": ("1b", 8, 6, FULL),
+    "8b-full": ("8b", 2, 6, FULL),
+    "8b-fp8": ("8b", 2, 6, ("compiled-torchao", "ours-fp8", "ours-8bit-fp8")),
+    "8b-lora": ("8b", 2, 4, ("peft-liger", "peft-best", "ours-lora")),
+}
+
+Step = Callable[[], None]
+
+
+def ours(model: str, rows: int, **settings: Any) -> Step:
+    """A step of Shardwise's own loop."""
+    import torch
+
+    from shardwise.config.schema import Run
+    from shardwise.models.source import ModelSource, config_from
+    from shardwise.parallel.mesh import init_world
+    from shardwise.rehearse.batch import step_batch
+    from shardwise.rehearse.step import set_up, take_step
+
+    values: dict[str, Any] = {
+        "model": {"config": dict(MODELS[model]), "tokenizer": "none"},
+        "data": {"train": "none", "sequence_length": LENGTH}, "objective": "causal", "precision": "bf16",
+        "device": "cuda", "ranks": 1, "backend": "gloo", "compile": True, "parallel": {"zero": 2},
+        "train": {"batch_size": rows, "micro_batch_size": rows, "steps": 10, "clip": None, "masters": "split"},
+        "output": "/tmp/peers",
+    }  # fmt: skip
+    for key, value in settings.items():
+        place = values
+        *parents, leaf = key.split("__")
+        for parent in parents:
+            place = place[parent]
+        place[leaf] = value
+    run = Run.model_validate(values)
+    source = ModelSource(model, config_from(dict(MODELS[model])), None, "none", task="causal")
+    parts, _ = set_up(source, run, init_world(run), None)
+    for parameter in parts.sharded.model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if local.is_floating_point():
+            local.detach().normal_(0, 0.02)
+    batch = step_batch(run, 1)
+    torch.manual_seed(0)
+    for micro in batch.micro_batches:
+        micro.input_ids.random_(0, 128000)
+        micro.labels.random_(0, 128000)
+    return lambda: take_step(parts, batch)
+
+
+def others(model: str, rows: int, *, liger: bool = False, compiled: bool = False, float8: bool = False,
+           adapters: str = "") -> Step:  # fmt: skip
+    """A plain loop over transformers' model, as the others' guides write it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(MODELS[model])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(rms_norm=not compiled, swiglu=not compiled, rope=not compiled)
+    with torch.device("cuda"):
+        net: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    net.train()
+    if float8:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(net, module_filter_fn=lambda module, name: "lm_head" not in name)
+    inner = net
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        wanted = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        inner = get_peft_model(net, wanted, autocast_adapter_dtype=adapters == "usual")
+    if compiled:
+        for layer in net.model.layers:
+            layer.compile()
+    trained = [p for p in inner.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    ids = torch.randint(0, 128000, (rows, LENGTH), device="cuda")
+    kinds = [torch.nn.attention.SDPBackend.CUDNN_ATTENTION, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+
+    def step() -> None:
+        with torch.nn.attention.sdpa_kernel(kinds, set_priority=True):
+            inner(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+CONTESTANTS: dict[str, Callable[[str, int], Step]] = {
+    "hf-liger": lambda m, n: others(m, n, liger=True),
+    "compiled-liger": lambda m, n: others(m, n, liger=True, compiled=True),
+    "compiled-torchao": lambda m, n: others(m, n, liger=True, compiled=True, float8=True),
+    "peft-liger": lambda m, n: others(m, n, liger=True, adapters="usual"),
+    "peft-best": lambda m, n: others(m, n, liger=True, compiled=True, adapters="bf16"),
+    "ours": lambda m, n: ours(m, n),
+    "ours-8bit": lambda m, n: ours(m, n, train__optimizer="adamw8bit"),
+    "ours-fp8": lambda m, n: ours(m, n, precision="fp8"),
+    "ours-8bit-fp8": lambda m, n: ours(m, n, precision="fp8", train__optimizer="adamw8bit"),
+    "ours-lora": lambda m, n: ours(m, n, method="lora"),
+}
+
+
+def measure(row: str, who: str) -> dict[str, Any]:
+    """Median of steps after a few to warm up."""
+    import torch
+
+    model, rows, flop, _ = ROWS[row]
+    step = CONTESTANTS[who](model, rows)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < 4:
+        begun = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    speed = rows * LENGTH / sorted(times)[len(times) // 2]
+    parameters = {"1b": 1.236e9, "8b": 8.03e9}[model]
+    return {
+        "tokens_per_second": speed, "mfu": speed * flop * parameters / PEAK,
+        "gib": torch.cuda.max_memory_allocated() / 2**30, "steps": len(times), "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        print("RESULT " + json.dumps(measure(*sys.argv[2:4])), flush=True)
+        os._exit(0)
+    file, *rest = sys.argv[1:]
+    only = rest.pop(rest.index("--who") + 1).split(",") if "--who" in rest else None
+    kept = Path(file)
+    results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
+    for row in (r for r in rest if r != "--who"):
+        for who in ROWS[row][3]:
+            if only is not None and who not in only:
+                continue
+            job = subprocess.run([sys.executable, __file__, "--one", row, who], capture_output=True, text=True)
+            line = next((x for x in job.stdout.splitlines() if x.startswith("RESULT ")), None)
+            found = json.loads(line[7:]) if line else {"error": job.stderr.strip().splitlines()[-1:]}
+            results.setdefault(row, {})[who] = found
+            kept.write_text(json.dumps(results, indent=1))
+            print(row, who, {k: v for k, v in found.items() if k in ("tokens_per_second", "error")}, flush=True)
+    for row, found in results.items():
+        speeds = {w: f["tokens_per_second"] for w, f in found.items() if "tokens_per_second" in f}
+        best = max((s for w, s in speeds.items() if not w.startswith("ours")), default=None)
+        for who, speed in speeds.items():
+            beside = f"{speed / best:5.2f} × the best other" if best else ""
+            print(
+                f"{row:10} {who:18} {speed:9,.0f} tok/s {found[who]['mfu']:6.1%} {found[who]['gib']:6.1f} GiB {beside}"
+            )
+
+
+if __name__ == "__main__":
+    main()
