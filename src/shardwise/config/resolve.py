@@ -94,7 +94,7 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
     check_axes(result.run, ranks)
     first_clash(result.run)
     check_parallel(result.run, ranks)
-    _resolve_masters(result, ranks)
+    _resolve_masters(result)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -174,15 +174,13 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
         result.put("precision", "fp16", "the GPU has no bf16")
 
 
-def _resolve_masters(result: Resolution, ranks: int) -> None:
+def _resolve_masters(result: Resolution) -> None:
     run = result.run
     if run.train.masters != "auto":
         return
     halves = run.precision == "bf16" and run.train.optimizer in ELEMENTWISE
     if halves and run.offload.optimizer != "none":
         result.put("train.masters", "split", "states that leave the device take half of the fp32 weights along")
-    elif halves and run.device == "cuda" and ranks == 1 and run.parallel.zero < 3:
-        result.put("train.masters", "split", "one GPU needs no copies of its weights")
     else:
         result.put("train.masters", "fp32", "")
         del result.reasons["train.masters"]  # what is usual needs none
