@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what tests/slow.txt lists."""
+    here = Path(__file__).parent
+    wanted = set((here / "slow.txt").read_text().splitlines())
+    for item in items:
+        if f"tests/{item.path.relative_to(here)}::{item.nodeid.partition('::')[2]}" in wanted:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data go to a folder of the session; the converted embedded model is shared through the real cache."""

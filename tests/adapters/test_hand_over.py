@@ -75,7 +75,8 @@ def test_merged_is_the_same_model(tmp: Path, trained: dict[str, Path], case: str
     worn = logits(load_for_inference(str(trained[case]))[0])
     assert (logits(pretrained(target)) - worn).abs().max() <= BOUND
     assert (logits(pretrained(tmp / CASES[case][0])) - worn).abs().max() > 1e-3
-    assert torch.equal(logits(load_for_inference(str(find_checkpoint(trained[case])))[0]), worn)
+    again = logits(load_for_inference(str(find_checkpoint(trained[case])))[0])
+    torch.testing.assert_close(again, worn, rtol=1e-5, atol=1e-6)  # DoRA's norms round as memory happens to be aligned
     checked = compare(from_checkpoint(find_checkpoint(trained[case])), load_folder(target), [adapters.IDS[:1]], "fp32")
     assert checked.problem is None, "layer by layer, what the merged weight is"
 
