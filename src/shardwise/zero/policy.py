@@ -40,8 +40,12 @@ def split_in(run: Run) -> bool:
 
 def keeps_whole(run: Run, world: World) -> bool:
     """Whether FSDP has nothing to do: one rank, whose bf16 weights are what is trained, gathered from nowhere."""
-    alone = world.size == 1 and run.parallel.zero < 3 and not run.parallel.beyond_data
-    return alone and split_in(run) and run.offload.parameters == "none"
+    return world.size == 1 and _stays_whole(run)
+
+
+def _stays_whole(run: Run) -> bool:
+    stays = run.parallel.zero < 3 and not run.parallel.beyond_data and run.offload.optimizer == "none"
+    return stays and split_in(run)
 
 
 def eager_share(run: Run) -> float:
@@ -154,7 +158,7 @@ def held_by_place(run: Run, parameters: int, shard: int, frozen_bytes: int = 0) 
     divided = parameters / (shard if run.parallel.zero else 1)
     split, offload = split_in(run), run.offload
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
-    if split and shard == 1 and run.ranks == 1 and run.parallel.zero < 3 and not run.parallel.beyond_data:
+    if shard == 1 and run.ranks == 1 and _stays_whole(run):
         summed = run.train.batch_size > int(run.train.micro_batch_size)
         predicted |= {"parameters": 0.0, "gradients": (4 if summed else 2) * parameters}  # see keeps_whole
     weights = "device" if offload.parameters == "none" else offload.parameters
