@@ -147,7 +147,7 @@ def bounds(features: tuple[Feature, ...]) -> tuple[float, float]:
         return 1e-2, 1e-1  # other scales where other rows are computed together
     if any(one.numbers == "rounded" for one in features):
         return 4e-3, 8e-2  # found: 1.3e-3 and 5.3e-2 (the norm of an adapter's gradients in 4 bits, after a step)
-    if set(f.PRECISIONS[1:]) & set(features):
+    if {*f.PRECISIONS[1:], f.SPLIT_MASTERS} & set(features):
         return 5e-4, 1e-2  # found: 1.6e-4 and 4e-3
     return 1e-5, 1e-4  # found: 2.2e-7 and 1.2e-7
 

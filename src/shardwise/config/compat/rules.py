@@ -108,6 +108,8 @@ BESIDE_AXES = (
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
     _rule("parallel.schedule", (f.ZBV, f.FP8), "rounds a gradient once for both of its products: not in two parts",
           f"{NO_FP8}, or use 1f1b or interleaved"),
+    _rule("parallel.context_kind", (f.CONTEXTS[1], f.SCHEDULES, f.MASKED),
+          "masked rows that Ulysses divides do not pass through stages yet", "use context_kind: ring, or no pipeline"),
     _rule("parallel.schedule", (f.ZBV, f.ZERO[3]),
           "a backward in two parts needs its weights in both: not at stage 3",
           "set parallel.zero to 2 or less, or use 1f1b or interleaved"),
