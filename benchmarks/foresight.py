@@ -105,6 +105,7 @@ RUNS: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 
 def run_of(name: str, device: str = "cuda") -> tuple[Any, Any, int, int]:
     """The run, its model, documents per row and micro-batches."""
+    from shardwise.config.paths import place
     from shardwise.config.schema import Run
     from shardwise.models.source import ModelSource, config_from
 
@@ -119,11 +120,7 @@ def run_of(name: str, device: str = "cuda") -> tuple[Any, Any, int, int]:
         "parallel": {"zero": 2}, "output": f"/tmp/foresight/{name}",
     }  # fmt: skip
     for key, value in settings.items():
-        place = values
-        *parents, leaf = key.split("__")
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
+        place(values, key.replace("__", "."), value)
     if values["objective"] != "causal":
         values["data"]["packing"] = False
     run = Run.model_validate(values)

@@ -44,6 +44,7 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
     """A step of Shardwise's own loop."""
     import torch
 
+    from shardwise.config.paths import place
     from shardwise.config.schema import Run
     from shardwise.models.source import ModelSource, config_from
     from shardwise.parallel.mesh import init_world
@@ -58,11 +59,7 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
         "output": "/tmp/peers",
     }  # fmt: skip
     for key, value in settings.items():
-        place = values
-        *parents, leaf = key.split("__")
-        for parent in parents:
-            place = place[parent]
-        place[leaf] = value
+        place(values, key.replace("__", "."), value)
     run = Run.model_validate(values)
     source = ModelSource(model, config_from(dict(MODELS[model])), None, "none", task="causal")
     parts, _ = set_up(source, run, init_world(run), None)

@@ -30,7 +30,6 @@ COUNTED_FROM_PADDING = frozenset(
      "longformer", "luke", "mpnet", "xmod")
 )  # fmt: skip
 FULL = 4  # micro-batches for each stage of a pipeline, where the batch has them: a fifth of the time is idle at most
-ELEMENTWISE = ("adamw", "adamw8bit", "adamw4bit", "lion", "sgd")  # their states can be updated in pieces
 WORTH_BF16 = 1.4  # times the speed of fp32, from which a CPU computes in bf16: casts take some of it back
 FLOAT8 = (8, 9)  # capability of the first NVIDIA GPUs that multiply in 8 bits
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
@@ -43,12 +42,13 @@ class Resolution:
     run: Run
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def put(self, path: str, value: Any, reason: str) -> None:
-        """Sets one value."""
+    def put(self, path: str, value: Any, reason: str | None) -> None:
+        """Sets one value; what is usual needs no reason."""
         values = self.run.model_dump()
         place(values, path, value)
         self.run = Run.model_validate(values)
-        self.reasons[path] = reason
+        if reason is not None:
+            self.reasons[path] = reason
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,10 @@ def _resolve_masters(result: Resolution) -> None:
     run = result.run
     if run.train.masters != "auto":
         return
-    halves = run.precision == "bf16" and run.train.optimizer in ELEMENTWISE
-    if halves and run.offload.optimizer != "none":
+    if run.precision == "bf16" and run.offload.optimizer != "none":
         result.put("train.masters", "split", "states that leave the device take half of the fp32 weights along")
     else:
-        result.put("train.masters", "fp32", "")
-        del result.reasons["train.masters"]  # what is usual needs none
+        result.put("train.masters", "fp32", None)
 
 
 def _has_fp8(machine: Machine) -> bool:

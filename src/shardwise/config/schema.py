@@ -597,10 +597,11 @@ class Run(Section):
         """`precision: fp8` for what it stands for."""
         if isinstance(values, dict) and values.get("precision") == "fp8":
             fp8 = _fp8(values.get("fp8") or {})
-            if isinstance(fp8, dict) and fp8.get("recipe") == "none":
+            if not isinstance(fp8, dict):
+                return values | {"precision": "bf16"}
+            if fp8.get("recipe") == "none":
                 raise ValueError("precision: fp8 contradicts fp8.recipe: none; leave one of them out")
-            recipe = {"recipe": "tensorwise"} if isinstance(fp8, dict) and "recipe" not in fp8 else {}
-            return values | {"precision": "bf16", "fp8": {**fp8, **recipe} if isinstance(fp8, dict) else fp8}
+            return values | {"precision": "bf16", "fp8": {"recipe": "tensorwise"} | fp8}
         return values
 
     @property

@@ -171,8 +171,8 @@ def _loaded(asked: Asked) -> tuple[LoadedRun, bool]:
 def _methods(asked: Asked, values: dict[str, Any], is_file: bool) -> list[str | None]:
     if asked.method is not None:
         return [asked.method]
-    eight = "fp8" in values or values.get("precision") == "fp8"  # for what is trained whole
-    return [None] if is_file or eight or "method" in values else [None, *ADAPTERS]
+    whole = "method" in values or "fp8" in values  # fp8 is for what is trained whole
+    return [None] if is_file or whole else [None, *ADAPTERS]
 
 
 def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> tuple[Run, ModelSource]:

@@ -82,7 +82,7 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
     fused = run.offload.optimizer == "none" and split_in(run)
     if fused:
         size = _resident(tally.trained, run, micro_batches)
-        compute["update"] = size / (STREAM * device.bandwidth * device.stream / 0.9)
+        compute["update"] = size / _stream(device)
     host = _host(tally, run.compile, micro_batches, fused) if device.kind != "cpu" else 0.0
     total = sum(compute.values())
     waiting = blended(total, host) - total
@@ -116,8 +116,7 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
     """Seconds of one operator."""
     half = work.dtype in ("bfloat16", "float16")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(work.dtype, "fp32")
-    stream = STREAM * device.bandwidth * device.stream / 0.9
-    moved = work.bytes / stream
+    moved = work.bytes / _stream(device)
     name = work.operator
     if "attn" in name or "attention" in name:
         rate = device.flops("fp32") * ATTENTION_FP32 if not half else _attention(work, device)
@@ -142,6 +141,11 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
         moved *= TURNED
     fused = compiled and work.phase != "update" and name not in COMMUNICATION and not name.startswith("_f")
     return max(moved * (COMPILED if fused else 1.0), device.launch)
+
+
+def _stream(device: Device) -> float:
+    """Bytes per second that elementwise kernels move."""
+    return STREAM * device.bandwidth * device.stream / 0.9
 
 
 def _matmul(device: Device, precision: str) -> float:

@@ -116,6 +116,7 @@ class Prover:
 
     def compute_reference(self, ranks: Ranks) -> None:
         """Leaves the reference's answers in the folder."""
+        told: list[str] = []
         for name, job in self._jobs.items():
             self.say(f"computing the reference ({name})" if len(self._jobs) > 1 else "computing the reference")
             if self.plain:
@@ -127,7 +128,8 @@ class Prover:
                 work = self._work("own", settings) | {"against": None, "answer": str(self._answer(name))}
             self._ask_reference(work, f"reference-{name}", ranks)
             if self.plain and job.run.precision != "fp32":
-                self._allow_rounding(work, name, ranks)
+                told += self._allow_rounding(work, name, ranks)
+        self.notes += told[:1]  # another batch says about the same
 
     def _ask_reference(self, work: dict[str, Any], log: str, ranks: Ranks) -> None:
         found = ranks.ask(work | {"folder": str(self.folder / "claims" / log), "ranks": 1})
@@ -136,8 +138,11 @@ class Prover:
                 raise _AlreadyWorded(found[0]["failed"])
             raise RunFailed(f"the reference failed: {found[0]['failed']}\n  → --keep FOLDER keeps its log")
 
-    def _allow_rounding(self, work: dict[str, Any], name: str, ranks: Ranks) -> None:
-        """Measures what half precision alone makes of the reference, and gives claims on this batch that much room."""
+    def _allow_rounding(self, work: dict[str, Any], name: str, ranks: Ranks) -> list[str]:
+        """Measures what half precision alone makes of the reference, and gives claims on this batch that much room.
+
+        Returns what is to be said of it, if it is more than usual.
+        """
         file, kind = self.folder / f"{name}-half.safetensors", self.base["precision"]
         self._ask_reference(work | {"precision": kind, "answer": str(file)}, f"half-{name}", ranks)
         room = rounding(Reference(file), Reference(self._answer(name)))
@@ -145,12 +150,12 @@ class Prover:
             replace(claim, bounds=wider(claim.bounds, room)) if claim.batch == name else claim
             for claim in self.plan.claims
         ]
-        told = any(" alone moves " in note for note in self.notes)
-        if not told and (room.gradient > HALF.gradient or room.loss > HALF.loss or room.after > HALF.after):
-            self.notes.append(
-                f"{kind} alone moves this model's loss by {room.loss / TIMES:.1e} and its gradients by "
-                f"{room.gradient / TIMES:.1e}: bounds are {TIMES:.0f} times that; without --precision they are narrow"
-            )
+        if room.gradient <= HALF.gradient and room.loss <= HALF.loss and room.after <= HALF.after:
+            return []
+        return [
+            f"{kind} alone moves this model's loss by {room.loss / TIMES:.1e} and its gradients by "
+            f"{room.gradient / TIMES:.1e}: bounds are {TIMES:.0f} times that; without --precision they are narrow"
+        ]
 
     def _plain_work(self, name: str, job: Job) -> dict[str, Any]:
         run, source = job.run, job.source
