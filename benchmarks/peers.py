@@ -1,11 +1,12 @@
 """Tokens per second and memory on one GPU, ours and others', on the same work in the same call.
 
-    python benchmarks/peers.py OUT.json ROW [ROW…] [--who NAME[,NAME…]]     on the machine with the GPU
-    python benchmarks/peers.py OUT.json                                     prints what is in it
+    python benchmarks/peers.py OUT.json ROW [ROW…] [--who NAME[,NAME…]] [--kernels FILE]    on the machine with the GPU
+    python benchmarks/peers.py OUT.json                                                    prints what is in it
 
 Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora. Each contestant has a process of its own, random weights of Llama's shapes and
 full sequences of 4,096 tokens, and takes a whole step: forward, backward, clipping off, update. MFU counts 6 FLOP per
-parameter and token (4 where the base is frozen) against 989 TFLOP/s. The others need liger-kernel, peft and torchao.
+parameter and token (4 where the base is frozen) against 989 TFLOP/s. `--kernels` adds to a file what a step's kernels
+take. The others need liger-kernel, peft and torchao.
 """
 
 from __future__ import annotations
@@ -147,6 +148,9 @@ def measure(row: str, who: str) -> dict[str, Any]:
         step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
+    if file := os.environ.get("SHARDWISE_KERNELS"):
+        with Path(file).open("a") as out:
+            out.write(f"{row} {who}, median {sorted(times)[len(times) // 2] * 1e3:.1f} ms\n{kernels(step)}\n")
     speed = rows * LENGTH / sorted(times)[len(times) // 2]
     parameters = {"1b": 1.236e9, "8b": 8.03e9}[model]
     return {
@@ -156,15 +160,34 @@ def measure(row: str, who: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def kernels(step: Step, shown: int = 40) -> str:
+    """A step's kernels by the time they take together."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    sums: dict[str, list[float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            sums.setdefault(event.name[:120], []).append(event.time_range.elapsed_us() / 1e3)
+    lines = sorted(((sum(times), len(times), name) for name, times in sums.items()), reverse=True)
+    total = f"  {sum(line[0] for line in lines):8.2f} ms in kernels"
+    return "\n".join([total, *(f"  {ms:8.2f} ms {n:5d} {name}" for ms, n, name in lines[:shown])])
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         print("RESULT " + json.dumps(measure(*sys.argv[2:4])), flush=True)
         os._exit(0)
     file, *rest = sys.argv[1:]
     only = rest.pop(rest.index("--who") + 1).split(",") if "--who" in rest else None
+    if "--kernels" in rest:
+        os.environ["SHARDWISE_KERNELS"] = rest.pop(rest.index("--kernels") + 1)
     kept = Path(file)
     results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
-    for row in (r for r in rest if r != "--who"):
+    for row in (r for r in rest if not r.startswith("--")):
         for who in ROWS[row][3]:
             if only is not None and who not in only:
                 continue

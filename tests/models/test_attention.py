@@ -365,3 +365,14 @@ def test_a_model_that_chokes_on_it_goes_the_plain_way(shared: Path) -> None:
     for said, without, with_it in run_ranks(packed.broken_then_plain, 2, run):
         assert said == ["attention: plain for this model (no such kernel)"]
         assert abs(without - with_it) / with_it <= BOUND
+
+
+@pytest.mark.parametrize("width", [13, 16])
+def test_a_bias_lies_as_kernels_want_it(width: int) -> None:
+    """SDPA copies one whose rows do not begin at multiples of 8, and keeps the copy, in every layer."""
+    positions = torch.cat([torch.arange(width - 6), torch.arange(6)])[None].repeat(2, 1)
+    mask = DocumentMask(Documents.of_positions(positions), None)
+    bias = mask.bias(torch.float32)
+    assert torch.equal(bias == 0, mask.real) and bias.shape == (2, 1, width, width)
+    assert all(stride % 8 == 0 for stride in (bias.stride(0), bias.stride(2))) and bias.stride(3) == 1
+    assert mask.bias(torch.float32) is bias

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from support import pipelines
 from support.ranks import run_ranks
 
 from shardwise.parallel.pipeline.cut import balance, cut_model
 from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
+from shardwise.parallel.pipeline.stage import Boundary, Wire
 from shardwise.parallel.trial import Case, Refused
 from shardwise.parallel.zoo import tiny_case
 
@@ -167,3 +169,37 @@ def test_evaluation_logits_and_names() -> None:
     assert {*first["names"]} & {*last["names"]} == {"transformer.wte.weight"}
     assert "transformer.wpe.weight" not in last["names"] and "transformer.ln_f.weight" not in first["names"]
     assert first["owners"] == last["owners"] and first["owners"]["transformer.wte.weight"] == (0, 1)
+
+
+def after_resharding() -> list[float]:
+    """The gradient of a norm that FSDP manages, in a backward that finds it resharded, through a boundary."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> Boundary:
+            return Boundary(Wire((), (self.norm(x),)))
+
+    torch.manual_seed(0)
+    stage, x = Stage(), torch.randn(2, 4)
+    fully_shard(stage, mesh=init_device_mesh("cpu", (2,)))
+    outputs = [stage(x * scale).wire.tensors[0] for scale in (1.0, 2.0)]
+    for output in outputs:  # the first one ends with the norm resharded
+        output.square().sum().backward()
+    gradient = stage.norm.weight.grad
+    assert gradient is not None
+    return list(gradient.full_tensor().tolist())  # type: ignore[attr-defined]
+
+
+def test_parameters_are_gathered_again_before_the_backward_of_a_boundary() -> None:
+    torch.manual_seed(0)
+    norm, x = torch.nn.LayerNorm(4), torch.randn(2, 4)
+    for scale in (1.0, 2.0):
+        norm(x * scale).square().sum().backward()
+    assert norm.weight.grad is not None
+    for found in run_ranks(after_resharding, 2):
+        assert found == pytest.approx(norm.weight.grad.tolist(), rel=1e-5)

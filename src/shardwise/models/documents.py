@@ -19,9 +19,12 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from shardwise.models.grouped_attention import Group, group
+
+ALIGNED = 8  # elements, at which attention kernels want the rows of a bias to begin
 
 
 @dataclass(frozen=True)
@@ -229,10 +232,14 @@ class DocumentMask(_Standing):
         return (sees & (index[:, :, None] == index[:, None, :]))[:, None]
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """The mask as what is added to scores, made once: SDPA would make and keep one of its own in every layer."""
+        """The mask as what is added to scores, made once: SDPA would make and keep one of its own in every layer.
+
+        It would do so too with rows in memory that do not begin at multiples of ALIGNED.
+        """
         if dtype not in self._biases:
             nothing = torch.zeros((), dtype=dtype, device=self.device)
-            self._biases[dtype] = torch.where(self.real, nothing, float("-inf"))
+            wide = F.pad(self.real, (0, -self.documents.width % ALIGNED))
+            self._biases[dtype] = torch.where(wide, nothing, float("-inf"))[..., : self.documents.width]
         return self._biases[dtype]
 
     def covers(self, length: int) -> bool:

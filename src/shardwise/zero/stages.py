@@ -138,7 +138,7 @@ class ShardedModel:
                 dist.all_reduce(square, group=self.mesh["shard"].get_group())
             return square.sqrt().float()
         if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
-            norms = [torch._foreach_norm([local_of(g).float()])[0] for g in gradients]
+            norms = torch._foreach_norm([local_of(g) for g in gradients], 2, torch.float32)
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
             return total
         norm = nn.utils.get_total_norm(gradients)

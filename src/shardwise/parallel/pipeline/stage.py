@@ -75,11 +75,11 @@ class Stopped(Exception):
         self.boundary = boundary
 
 
+@dataclass(eq=False)
 class Boundary:
     """Returned by a model instead of its output where the stage is not the last; asking it for anything stops."""
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+    wire: Wire
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -93,7 +93,8 @@ class Boundary:
         raise Stopped(self)
 
 
-# So that FSDP finds the tensors, before whose gradients it must gather the parameters again.
+# So that FSDP finds the tensors, before whose gradients it must gather the parameters again. (Since torch 2.13 it looks
+# into dataclasses and no longer here.)
 register_pytree_node(
     Boundary,
     lambda boundary: (list(boundary.wire.tensors), boundary.wire.ports),
