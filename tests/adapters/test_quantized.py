@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.adapters.quantized import dequantized, quantize_linears
 from shardwise.kernels.nf4 import Bits, RowFormat, dequantize, quantize
 
-FORMS: list[tuple[Bits, bool]] = [("nf4", True), ("nf4", False), ("int8", False)]
+FORMS: list[tuple[Bits, bool]] = [("nf4", True), ("nf4", False), ("int8", False), ("fp8", False)]
 
 
 def layer(kind: str, inputs: int, outputs: int, bias: bool = True) -> Any:

@@ -8,7 +8,9 @@ from torch import nn
 
 from shardwise.adapters.layers import attach_lora
 from shardwise.adapters.quantized import dequantized, quantize_linears
-from shardwise.kernels.low_rank import add_low_rank_
+from shardwise.kernels.low_rank import add_low_rank_, scale_and_add_low_rank_
+from shardwise.kernels.nf4 import Bits
+from shardwise.kernels.transpose import transposed_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -28,13 +30,29 @@ def test_adds_in_place(rank: int, shape: tuple[int, int], dtype: torch.dtype) ->
         assert ((found.double() - wanted).abs() <= bound * wanted.abs() + 1e-3).all()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("rank", [4, 16])
+def test_scales_and_adds(rank: int, columns: bool) -> None:
+    y, low, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((33, 130), (33, rank), (130, rank)))
+    by_row, by_column = torch.rand(33, 1, device="cuda"), torch.rand(130, 3, device="cuda")[:, :1]
+    wanted = y.double() * by_row * (by_column.view(1, -1) if columns else 1) + 0.5 * low.double() @ b.double().t()
+    found = scale_and_add_low_rank_(y.clone(), by_row, by_column if columns else None, low, b, 0.5)
+    assert ((found.double() - wanted).abs() <= 2**-7 * wanted.abs() + 1e-2).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (300, 1000), (4096, 14336)])
+def test_turns_bytes_over(shape: tuple[int, int]) -> None:
+    x = torch.randint(-128, 128, (shape[0], shape[1] + 16), device="cuda", dtype=torch.int8)[:, : shape[1]]
+    assert torch.equal(transposed_bytes(x), x.t())
+
+
+@pytest.mark.parametrize("packed", [None, "nf4", "fp8"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_and_its_gradients(packed: bool, compiled: bool) -> None:
+def test_a_layer_and_its_gradients(packed: Bits | None, compiled: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 384, bias=True)).cuda().bfloat16().requires_grad_(False)
     if packed:
-        quantize_linears(model, lambda name, module: True)
+        quantize_linears(model, lambda name, module: True, packed)
     attach_lora(model[0], (256, 384), 16, 0.7)
     layer = model[0]
     layer.lora_A.data, layer.lora_B.data = (torch.randn_like(p).bfloat16() / 16 for p in (layer.lora_A, layer.lora_B))
@@ -58,4 +76,5 @@ def test_a_layer_and_its_gradients(packed: bool, compiled: bool) -> None:
     }
     for name, (found, right) in pairs.items():
         assert found is not None and right is not None
-        assert (found.double() - right).norm() <= 0.01 * right.norm(), name
+        rounded = packed == "fp8" and name in "xy"  # inputs in 8 bits; what is learned is not
+        assert (found.double() - right).norm() <= (0.04 if rounded else 0.01) * right.norm(), name

@@ -19,7 +19,7 @@ from shardwise.kernels.nf4 import Bits, RowFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-FORMS: list[tuple[Bits, bool]] = [("nf4", True), ("nf4", False), ("int8", False)]
+FORMS: list[tuple[Bits, bool]] = [("nf4", True), ("nf4", False), ("int8", False), ("fp8", False)]
 SHAPES = [(1, 1), (37, 48), (3, 64), (37, 65), (576, 576), (5, 2050), (70_000, 64), (1024, 14336)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

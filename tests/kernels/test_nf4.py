@@ -10,7 +10,7 @@ import torch
 from shardwise.kernels.nf4 import BLOCK, LEVELS, Bits, RowFormat, dequantize, quantize
 
 WIDEST = max(b - a for a, b in pairwise(LEVELS)) / 2  # half of the largest gap between levels
-FORMS: list[tuple[Bits, bool]] = [("nf4", True), ("nf4", False), ("int8", False)]
+FORMS: list[tuple[Bits, bool]] = [("nf4", True), ("nf4", False), ("int8", False), ("fp8", False)]
 COLUMNS = [1, 48, 64, 65, 576, 2050]
 
 
@@ -35,6 +35,10 @@ def test_error_is_bounded(bits: Bits, double: bool, columns: int) -> None:
     if bits == "int8":
         assert (moved <= x.abs().amax(1, keepdim=True) / 254 * 1.0001).all()
         return
+    if bits == "fp8":  # half of the last of three bits; below the least exponent, half of its step
+        least = x.abs().amax(1, keepdim=True) / 448 * 2**-10
+        assert (moved <= torch.maximum(x.abs() / 16, least) * 1.0001).all()
+        return
     scales = scales_of(x)
     spread = (scales.amax(1) / scales.amin(1)).log2()
     # Half a step of the bytes; fp16 rounds `low` and `step` outwards, which widens the spread a little.
@@ -58,6 +62,7 @@ def test_codes_are_the_nearest_levels(double: bool) -> None:
 
 @pytest.mark.parametrize(("bits", "double", "columns", "expected"), [
     ("nf4", True, 4096, 4.133), ("nf4", True, 8192, 4.129), ("nf4", False, 4096, 4.5), ("int8", False, 4096, 8.008),
+    ("fp8", False, 4096, 8.031),
 ])  # fmt: skip
 def test_bits_of_a_weight(bits: Bits, double: bool, columns: int, expected: float) -> None:
     form = RowFormat(columns, bits, double)

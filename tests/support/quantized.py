@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 RANK = 4
 
@@ -98,8 +99,8 @@ def loaded(run: dict[str, Any], bits: str, double: bool) -> dict[str, torch.Tens
     found = {}
     for name, module in model.named_modules():
         if hasattr(module, "packings"):
-            found[f"{name}.packed"] = module.weight.full_tensor().clone()
-            found[f"{name}.weight"] = dequantized(module).full_tensor().clone()
+            for key, value in (("packed", module.weight), ("weight", dequantized(module))):
+                found[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     return found
 
 

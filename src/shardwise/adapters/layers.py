@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.adapters.lora_float8 import lora_float8
 from shardwise.adapters.lora_linear import FLOATS, lora_linear
 from shardwise.errors import UserError
+from shardwise.kernels.float8 import MULTIPLE, multiplies
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude", "ia3_l")  # of the parameters that adapters bring
 
@@ -57,7 +59,10 @@ class LoraLayer(AdapterLayer):
         flat = x.reshape(-1, x.shape[-1])
         if self.lora_form and not self.lora_dropout and self.lora_magnitude is None and not self._base_learns():
             parts = self.weight, self.bias, self.lora_A, self.lora_B
-            out, _ = lora_linear(flat, *parts, self.lora_scale, *self.lora_form)
+            if self.training and self._in_float8(flat):
+                out = lora_float8(flat, *parts, self.lora_scale, self.lora_form[1])
+            else:
+                out, _ = lora_linear(flat, *parts, self.lora_scale, *self.lora_form)
             return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
         out = super().forward(flat)
         dropped = F.dropout(flat, self.lora_dropout, self.training) if self.lora_dropout else flat
@@ -67,6 +72,12 @@ class LoraLayer(AdapterLayer):
         else:
             out = torch.addmm(out, low, self.lora_B.t(), alpha=self.lora_scale)
         return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
+
+    def _in_float8(self, x: torch.Tensor) -> bool:
+        """Whether a base in fp8 is multiplied as it is; evaluated is the model that is handed over, in 16 bits."""
+        assert self.lora_form is not None
+        transposed, columns, bits, _ = self.lora_form
+        return bits == "fp8" and not transposed and not (columns | len(self.weight)) % MULTIPLE and multiplies(x)
 
     def _base_learns(self) -> bool:
         return any(p is not None and p.requires_grad for p in (self.weight, self.bias))

@@ -13,12 +13,13 @@ Everything is plain torch, so that a compiled block fuses scaling and rounding w
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from shardwise.acting import kind_of
+from shardwise.acting import kind_of, stands_in
 
 Recipe = Literal["tensorwise", "rowwise"]
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -100,6 +101,16 @@ def multiply(
     if kind_of(left) == "cpu":  # torch's own product of scaled rows dies there on some shapes
         return ((left.float() @ right.float()) * a * b).to(dtype)
     return torch._scaled_mm(left, right, a, b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def multiplies(x: torch.Tensor) -> bool:
+    """Whether the device of a tensor has such products (a CPU's are computed in fp32)."""
+    return kind_of(x) == "cpu" or stands_in() or _capable(x.device)
+
+
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _long(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ be rounded. The columns are cut into blocks of BLOCK, the last one filled up wit
   nf4, double   codes; then fp16 `low` and `step`; then one byte per block: the scale is
                 2^(low + byte · step)                                                4.125 + 32/columns bits a weight
   int8          codes of ±127 steps; then one fp32 scale for the row                     8 + 32/columns bits a weight
-Rows are filled up to a multiple of 4 bytes, so that scales and codes can be read as words.
+  fp8           e4m3 numbers; then one fp32 scale for the row                           8 + 128/columns bits a weight
+Rows are filled up to a multiple of 4 bytes, so that scales and codes can be read as words; those of fp8 to a multiple
+of 16, so that a GPU multiplies with them where they lie (adapters/lora_float8.py).
 
 [Note: levels] NF4's 16 levels are the means of equal shares of a normal distribution, scaled to ±1 with an exact 0;
 weights are near normal, so each code is used about as often. They are the ones of the QLoRA paper (arXiv 2305.14314).

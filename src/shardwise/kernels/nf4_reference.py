@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-Bits = Literal["nf4", "int8"]
+Bits = Literal["nf4", "int8", "fp8"]
 BLOCK = 64
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -24,6 +24,7 @@ LEVELS = (
 CELLS = 64
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}  # weights worked on at once: 128 KiB of fp32, what a core's cache holds
 SMALLEST = torch.finfo(torch.float32).tiny
+FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,25 @@ class RowFormat:
     @property
     def code_bytes(self) -> int:
         """Where the codes end and the scales begin."""
-        return self.blocks * BLOCK // 2 if self.bits == "nf4" else -(-self.columns // 4) * 4
+        if self.bits == "nf4":
+            return self.blocks * BLOCK // 2
+        multiple = 4 if self.bits == "int8" else 16
+        return -(-self.columns // multiple) * multiple
 
     @property
     def row_bytes(self) -> int:
-        if self.bits == "int8":
-            return self.code_bytes + 4
+        if self.bits != "nf4":
+            return self.code_bytes + (4 if self.bits == "int8" else 16)
         scales = 4 + self.blocks if self.double else 4 * self.blocks
         return self.code_bytes + -(-scales // 4) * 4
 
 
 def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
     """(rows, columns) floats → (rows, row_bytes) int8."""
-    if form.bits == "int8":
+    if form.bits != "nf4":
+        write = _quantize_steps if form.bits == "int8" else _quantize_floats
         for rows in _pieces(x, form):
-            _quantize_steps(out[rows], x[rows].float(), form)
+            write(out[rows], x[rows].float(), form)
         return
     scales = torch.empty(len(x), form.blocks, device=x.device)
     for rows in _pieces(x, form):
@@ -70,9 +75,10 @@ def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) -> None:
     """(rows, row_bytes) int8 → (rows, columns) floats."""
-    if form.bits == "int8":
+    if form.bits != "nf4":
         for rows in _pieces(out, form):
-            out[rows] = packed[rows, : form.columns] * packed[rows, form.code_bytes :].view(torch.float32)
+            codes = packed[rows, : form.columns]
+            out[rows] = (codes if form.bits == "int8" else codes.view(FLOAT8).float()) * row_scales(packed[rows], form)
         return
     scales = read_scales(packed, form).reshape(len(packed), form.blocks, 1)
     for rows in _pieces(out, form):
@@ -80,6 +86,11 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) ->
         values = torch.index_select(_pairs(str(out.device)), 0, codes).view(torch.float32).view(-1, form.blocks, BLOCK)
         values *= scales[rows]
         out[rows] = values.flatten(1)[:, : form.columns]
+
+
+def row_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
+    """The fp32 scales (rows, 1) of int8's and fp8's rows."""
+    return packed[:, form.code_bytes : form.code_bytes + 4].view(torch.float32)
 
 
 def write_scales(packed: torch.Tensor, scales: torch.Tensor, form: RowFormat) -> None:
@@ -119,7 +130,15 @@ def _quantize_steps(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None
     scale = x.abs().amax(1, keepdim=True) / 127
     codes = (x * torch.where(scale > 0, scale.reciprocal(), 0.0)).round_().clamp_(-127, 127)
     out[:, : form.columns] = codes.nan_to_num_(0.0).to(torch.int8)
-    out[:, form.code_bytes :].view(torch.float32)[:] = scale
+    row_scales(out, form)[:] = scale
+
+
+def _quantize_floats(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
+    most = torch.finfo(FLOAT8).max
+    scale = x.abs().amax(1, keepdim=True) / most
+    codes = (x * torch.where(scale > 0, scale.reciprocal(), 0.0)).clamp_(-most, most).to(FLOAT8)
+    out[:, : form.columns] = codes.view(torch.int8)
+    row_scales(out, form)[:] = scale
 
 
 def _nearest(y: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ def _dequantize_steps(out, packed, columns, row_words, code_bytes, out_row, WIDT
 
 def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
     """(rows, columns) floats → (rows, row_bytes) int8."""
-    if form.bits == "int8" or x.stride(1) != 1:
+    if form.bits != "nf4" or x.stride(1) != 1:
         reference.quantize_into(out, x, form)
         return
     scales = torch.empty(len(x), form.blocks, device=x.device)
@@ -110,6 +110,9 @@ def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) -> None:
     """(rows, row_bytes) int8 → (rows, columns) floats."""
+    if form.bits == "fp8":  # rarely: products take it as it is
+        reference.dequantize_into(out, packed, form)
+        return
     packed = packed.contiguous()
     with torch.cuda.device(out.device):
         if form.bits == "int8":

@@ -21,6 +21,7 @@ from shardwise.config.schema import Run
 from shardwise.plan.hardware import Cluster, Device
 from shardwise.plan.network import KINDS
 from shardwise.plan.network import seconds as wire_seconds
+from shardwise.rehearse.flops import FLOAT8 as LORA_FLOAT8
 from shardwise.rehearse.tally import Tally
 from shardwise.rehearse.tracker import Work
 from shardwise.zero.policy import offloaded_share, split_in, state_bytes
@@ -125,7 +126,7 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
         rate = _matmul(device, precision) if half else device.flops(precision)
         if name == "_grouped_mm":
             rate = GROUPED * device.flops(precision) * _wide(work.largest)
-        elif name == "_scaled_mm":
+        elif name in ("_scaled_mm", LORA_FLOAT8):
             rate = _matmul(device, "fp8") * FLOAT8 * _shape(work.largest)
         elif half:
             if fp8 and min(work.largest, default=0) >= 1024 and not name.startswith("lora"):
@@ -134,6 +135,8 @@ def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False
             rate *= _shape(work.largest)
         if name.startswith("lora_linear"):
             return max(work.flops / rate + UNPACKED * moved, device.launch)
+        if name == LORA_FLOAT8:  # the product, then a pass over its result
+            return max(work.flops / rate + moved, device.launch)
         return max(work.flops / rate, moved, device.launch)
     if device.kind != "cpu" and work.bytes < CACHE:
         moved *= CACHED

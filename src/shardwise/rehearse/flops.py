@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
+FLOAT8 = "lora_float8_product"  # of adapters/lora_float8.py
 BACKWARD = 2.5  # of attention, against its forward: five matrix products for two
 
 
@@ -16,6 +17,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return _attention(func, args, kwargs, "backward" in name)
     if name.startswith("lora_linear"):
         return _adapted(args, "backward" in name)
+    if name == FLOAT8:
+        (tokens, inside), outside, rank = args[0].shape, result.shape[1], args[3].shape[1]
+        return int(2 * tokens * outside * (inside + rank))
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=result))
@@ -55,4 +59,6 @@ def workspace_of(func: Any, args: Any) -> int:
         return int(args[4].shape[0] * args[7] * args[0].element_size())
     if name == "shardwise::lora_linear_backward" and args[9]:
         return int(args[0].shape[1] * args[8] * args[0].element_size())
+    if name == f"shardwise::{FLOAT8}" and args[7]:  # the weight turned over
+        return int(args[2].shape[0] * args[6])
     return 0

@@ -1,0 +1,95 @@
+"""W x + scale · B A x over a frozen W in fp8, which is multiplied as it lies: no weight is unpacked.
+
+Inputs are rounded to 8 bits with a scale for each row, the weight has one for each output. The product itself knows no
+scales, which lets the fastest kernel make it; they are applied in the pass that adds the adapter's part anyway. In
+backward the weight's scales lie along the dimension that is summed over, so they go into the gradient before that is
+rounded. What is learned (A, B) is multiplied in 16 bits, with inputs and gradients that were not rounded.
+
+Rounding is plain torch outside of the operators, so that a compiled block fuses it with what comes before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.kernels.float8 import FORWARD, cast, multiply, scale_of
+from shardwise.kernels.low_rank import scale_and_add_low_rank_
+from shardwise.kernels.nf4 import RowFormat
+from shardwise.kernels.nf4_reference import row_scales
+from shardwise.kernels.transpose import transposed_bytes
+
+
+def lora_float8(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
+    columns: int,
+) -> torch.Tensor:  # fmt: skip
+    """The layer's output for (tokens, in); `packed` has rows of RowFormat(columns, "fp8"), one for each output."""
+    out: torch.Tensor = _LoraFloat8.apply(x, packed, a, b, scale, columns)
+    return out if bias is None else out + bias
+
+
+class _LoraFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, columns: int
+    ) -> torch.Tensor:
+        low = x @ a.t()
+        ctx.scale, ctx.columns = scale, columns
+        ctx.save_for_backward(x, low, packed, a, b)
+        rows = scale_of(x, FORWARD, rows=True)
+        out: torch.Tensor = float8_product(cast(x, rows, FORWARD), rows, packed, low, b, scale, columns, False, x.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, low, packed, a, b = ctx.saved_tensors
+        scale, columns = ctx.scale, ctx.columns
+        d_low = gradient @ b
+        if scale != 1:
+            d_low = d_low * scale
+        d_a, d_b = d_low.t() @ x, gradient.t() @ low
+        if scale != 1:
+            d_b = d_b * scale
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            weighed = gradient * output_scales(packed, columns).to(gradient.dtype)
+            rows = scale_of(weighed, FORWARD, rows=True)
+            rounded = cast(weighed, rows, FORWARD)
+            d_x = float8_product(rounded, rows, packed, d_low, a.t(), 1.0, columns, True, gradient.dtype)
+        return d_x, None, d_a, d_b, None, None
+
+
+@torch.library.custom_op("shardwise::output_scales", mutates_args=())
+def output_scales(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """The weight's scales, one for each output, in fp32."""
+    return row_scales(packed, RowFormat(columns, "fp8")).flatten().clone()
+
+
+@output_scales.register_fake
+def _(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    return packed.new_empty(packed.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("shardwise::lora_float8_product", mutates_args=())
+def float8_product(
+    left: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor, low: torch.Tensor, up: torch.Tensor, scale: float,
+    columns: int, backward: bool, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """left · W with the scales of both, plus scale · low upᵀ; `backward`: W sums over outputs, whose scales are in."""
+    weight = packed[:, :columns].view(FORWARD)
+    right = transposed_bytes(weight).t() if backward else weight.t()
+    one = torch.ones((), device=left.device)
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # without scales fp16 would overflow
+    y = multiply(left, right, one, one, wide, fast=True)
+    scales = None if backward else row_scales(packed, RowFormat(columns, "fp8"))
+    return scale_and_add_low_rank_(y, rows, scales, low, up, scale).to(dtype)
+
+
+@float8_product.register_fake
+def _(
+    left: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor, low: torch.Tensor, up: torch.Tensor, scale: float,
+    columns: int, backward: bool, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    return left.new_empty(left.shape[0], columns if backward else packed.shape[0], dtype=dtype)
