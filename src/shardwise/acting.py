@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from weakref import WeakSet
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 _HOST: WeakSet[torch.UntypedStorage] = WeakSet()
-_ACTED: ContextVar[str | None] = ContextVar("acted", default=None)
+_acted: str | None = None  # no ContextVar: a compiled block asks too, and the compiler knows none
 
 
 def kind_of(where: torch.Tensor | torch.device) -> str:
     """`cuda` or `cpu`: where a tensor lies, or what it stands for."""
     device = where.device if isinstance(where, torch.Tensor) else where
-    return _ACTED.get() or device.type
+    return _acted or device.type
 
 
 def stands_in() -> bool:
     """Whether fake tensors stand for a GPU's at the moment: no kernel can be launched, but all others' paths hold."""
-    return _ACTED.get() == "cuda"
+    return _acted == "cuda"
 
 
 def indices_where(mask: torch.Tensor) -> torch.Tensor:
@@ -66,8 +65,9 @@ def is_host(tensor: torch.Tensor) -> bool:
 @contextmanager
 def acting(kind: str) -> Iterator[None]:
     """Within it, CPU tensors stand for those of another kind of device."""
-    token = _ACTED.set(kind)
+    global _acted
+    before, _acted = _acted, kind
     try:
         yield
     finally:
-        _ACTED.reset(token)
+        _acted = before

@@ -10,9 +10,8 @@ import torch
 from support.tiny import LLAMA, saved_model, tiny_run
 from torch import nn
 
-from shardwise.adapters.layers import attach_lora
+from shardwise.adapters.layers import attach_lora, multiply_bases_in_float8
 from shardwise.adapters.quantized import dequantized, quantize_linears
-from shardwise.kernels import float8
 from shardwise.trainer import Trainer
 
 
@@ -21,6 +20,7 @@ def a_layer(inside: int, outside: int) -> Any:
     model = nn.Sequential(nn.Linear(inside, outside)).requires_grad_(False)
     quantize_linears(model, lambda *_: True, "fp8")
     attach_lora(model[0], (inside, outside), 4, 0.7)
+    multiply_bases_in_float8(model, torch.device("cpu"))
     layer: Any = model[0]
     for parameter in (layer.lora_A, layer.lora_B):
         nn.init.normal_(parameter, 0, 0.25)
@@ -52,16 +52,13 @@ def test_a_layer_and_its_gradients(inside: int, outside: int, rounded: bool) -> 
         assert apart(layer.eval()(x), wanted) < 1e-5  # evaluated is what is handed over
 
 
-def test_where_there_are_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.adapters.layers.multiplies", lambda x: False)
+def test_a_gpu_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = a_layer(64, 96), torch.randn(10, 64)
     wanted = x @ dequantized(layer).t() + layer.bias + 0.7 * (x @ layer.lora_A.t()) @ layer.lora_B.t()
-    assert apart(layer(x), wanted) < 1e-5
-
-
-def test_a_gpu_without_fp8_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layer.base_in_float8 and apart(layer(x), wanted) > 1e-3
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert not float8._capable.__wrapped__(torch.device("cuda", 0)) and float8.multiplies(torch.zeros(1))
+    multiply_bases_in_float8(layer, torch.device("cuda", 0))
+    assert not layer.base_in_float8 and apart(layer(x), wanted) < 1e-5
 
 
 def losses(tmp: Path, model: str, **changes: Any) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.adapters.layers import attach_lora
+from shardwise.adapters.layers import attach_lora, multiply_bases_in_float8
 from shardwise.adapters.quantized import dequantized, quantize_linears
 from shardwise.kernels.low_rank import add_low_rank_, scale_and_add_low_rank_
 from shardwise.kernels.nf4 import Bits
@@ -55,6 +55,7 @@ def test_a_layer_and_its_gradients(packed: Bits | None, compiled: bool) -> None:
         quantize_linears(model, lambda name, module: True, packed)
     attach_lora(model[0], (256, 384), 16, 0.7)
     layer = model[0]
+    multiply_bases_in_float8(model, torch.device("cuda"))
     layer.lora_A.data, layer.lora_B.data = (torch.randn_like(p).bfloat16() / 16 for p in (layer.lora_A, layer.lora_B))
     x, gradient = (
         torch.randn(2, 3, 65, 256, device="cuda").bfloat16(),

@@ -55,7 +55,7 @@ def test_kernels_equal_the_reference(bits: Bits, double: bool, dtype: torch.dtyp
 def test_card_and_host_agree(bits: Bits, double: bool) -> None:
     form, x = RowFormat(576, bits, double), weights(64, 576, torch.float32)
     packed = dispatch.quantize(x.cpu(), form)
-    assert (dispatch.quantize(x, form).cpu() != packed).float().mean() < 1e-3
+    assert (dispatch.quantize(x, form).cpu() != packed).float().mean() < (3e-3 if bits == "fp8" else 1e-3)
     on_card = dispatch.dequantize(packed.cuda(), form, torch.float32).cpu()
     assert torch.allclose(on_card, dispatch.dequantize(packed, form, torch.float32), rtol=1e-6, atol=0)
 

@@ -69,7 +69,9 @@ def test_what_is_chosen() -> None:
         run = load_run({"model": "m", "data": {"train": "x"}, "train": {"batch_size": 8}}, overrides).run
         return resolve_machine(run, Machine(gpus, ranks=gpus)).run.train.masters
 
-    assert answer() == "fp32" and answer("train.masters=split") == "split"
+    assert answer() == "split" and answer(gpus=2) == answer("parallel.zero=3") == answer("device=cpu") == "fp32"
+    assert answer("train.optimizer=muon") == answer("precision=fp16") == answer("train.masters=fp32") == "fp32"
+    assert answer("train.masters=split", gpus=2) == "split"
     assert answer("offload.optimizer=cpu", gpus=2) == "split"
     assert answer("offload.optimizer=cpu", "precision=fp32") == "fp32"
     with pytest.raises(UserError, match="whole matrices"):

@@ -49,6 +49,7 @@ class LoraLayer(AdapterLayer):
     lora_dropout: float
     lora_group: dist.ProcessGroup | None = None  # ranks that have the other columns of the weight, where it is so cut
     lora_form: tuple[bool, int, str, bool] | None  # how the weight is kept, if that is all there is to the base
+    base_in_float8 = False  # in training; evaluated is the model that is handed over, in 16 bits
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -59,7 +60,7 @@ class LoraLayer(AdapterLayer):
         flat = x.reshape(-1, x.shape[-1])
         if self.lora_form and not self.lora_dropout and self.lora_magnitude is None and not self._base_learns():
             parts = self.weight, self.bias, self.lora_A, self.lora_B
-            if self.training and self._in_float8(flat):
+            if self.training and self.base_in_float8:
                 out = lora_float8(flat, *parts, self.lora_scale, self.lora_form[1])
             else:
                 out, _ = lora_linear(flat, *parts, self.lora_scale, *self.lora_form)
@@ -72,12 +73,6 @@ class LoraLayer(AdapterLayer):
         else:
             out = torch.addmm(out, low, self.lora_B.t(), alpha=self.lora_scale)
         return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
-
-    def _in_float8(self, x: torch.Tensor) -> bool:
-        """Whether a base in fp8 is multiplied as it is; evaluated is the model that is handed over, in 16 bits."""
-        assert self.lora_form is not None
-        transposed, columns, bits, _ = self.lora_form
-        return bits == "fp8" and not transposed and not (columns | len(self.weight)) % MULTIPLE and multiplies(x)
 
     def _base_learns(self) -> bool:
         return any(p is not None and p.requires_grad for p in (self.weight, self.bias))
@@ -175,6 +170,14 @@ def attach_lora(
     layer.lora_B = nn.Parameter(torch.empty(outside, rank, device=device))
     layer.register_parameter("lora_magnitude", nn.Parameter(torch.empty(outside, device=device)) if dora else None)
     layer.lora_scale, layer.lora_dropout, layer.lora_form = scale, dropout, form
+
+
+def multiply_bases_in_float8(model: nn.Module, device: torch.device) -> None:
+    """Lets layers with LoRA over a base in fp8 multiply with it as it lies, where the device and its shape allow."""
+    for _, layer in adapter_layers(model):
+        transposed, columns, bits, _ = getattr(layer, "lora_form", None) or (False, *FLOATS)
+        fits = bits == "fp8" and not transposed and not columns % MULTIPLE and not len(layer.weight) % MULTIPLE
+        layer.base_in_float8 = fits and multiplies(device)
 
 
 def attach_ia3(module: nn.Module, shape: tuple[int, int], feedforward: bool) -> None:

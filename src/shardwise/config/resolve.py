@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.axes import check_axes, check_model_axes, data_ranks, divisors_of
-from shardwise.config.compat import axes_used, first_clash
+from shardwise.config.compat import axes_used, clashes, first_clash
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.paths import place
 from shardwise.config.schema import Parallel, Run
@@ -31,7 +31,6 @@ COUNTED_FROM_PADDING = frozenset(
 )  # fmt: skip
 FULL = 4  # micro-batches for each stage of a pipeline, where the batch has them: a fifth of the time is idle at most
 WORTH_BF16 = 1.4  # times the speed of fp32, from which a CPU computes in bf16: casts take some of it back
-FLOAT8 = (8, 9)  # capability of the first NVIDIA GPUs that multiply in 8 bits
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
 
@@ -94,7 +93,7 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
     check_axes(result.run, ranks)
     first_clash(result.run)
     check_parallel(result.run, ranks)
-    _resolve_masters(result)
+    _resolve_masters(result, ranks)
     _resolve_micro_batch(result, ranks)
     return result
 
@@ -174,12 +173,17 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
         result.put("precision", "fp16", "the GPU has no bf16")
 
 
-def _resolve_masters(result: Resolution) -> None:
-    run = result.run
+def _resolve_masters(result: Resolution, ranks: int) -> None:
+    run, parallel = result.run, result.run.parallel
     if run.train.masters != "auto":
         return
+    split = run.model_copy(update={"train": run.train.model_copy(update={"masters": "split"})})
+    plus = parallel.quantize_weights or parallel.quantize_gradients or parallel.secondary_shard is not None
+    alone = ranks == 1 and parallel.zero < 3 and not plus and parallel.bucket is None
     if run.precision == "bf16" and run.offload.optimizer != "none":
         result.put("train.masters", "split", "states that leave the device take half of the fp32 weights along")
+    elif run.device == "cuda" and alone and not clashes(split):
+        result.put("train.masters", "split", "on one GPU the same numbers in less memory and time")
     else:
         result.put("train.masters", "fp32", None)
 
@@ -189,7 +193,9 @@ def _has_fp8(machine: Machine) -> bool:
         return machine.fp8
     import torch
 
-    return torch.cuda.get_device_capability() >= FLOAT8
+    from shardwise.kernels.float8 import multiplies
+
+    return multiplies(torch.device("cuda"))
 
 
 def check_parallel(run: Run, ranks: int) -> None:

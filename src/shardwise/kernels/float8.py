@@ -13,16 +13,16 @@ Everything is plain torch, so that a compiled block fuses scaling and rounding w
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from shardwise.acting import kind_of, stands_in
+from shardwise.acting import kind_of
 
 Recipe = Literal["tensorwise", "rowwise"]
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+CAPABILITY = (8, 9)  # of NVIDIA's GPUs that have such products
 MULTIPLE = 16  # what the products' dimensions must be divisible by
 TINY = 1e-12  # below it a tensor counts as zero
 
@@ -103,14 +103,9 @@ def multiply(
     return torch._scaled_mm(left, right, a, b, out_dtype=dtype, use_fast_accum=fast)
 
 
-def multiplies(x: torch.Tensor) -> bool:
-    """Whether the device of a tensor has such products (a CPU's are computed in fp32)."""
-    return kind_of(x) == "cpu" or stands_in() or _capable(x.device)
-
-
-@functools.cache
-def _capable(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def multiplies(device: torch.device) -> bool:
+    """Whether a device has such products (a CPU's are computed in fp32)."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def _long(x: torch.Tensor) -> torch.Tensor:

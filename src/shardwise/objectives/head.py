@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise.acting import indices_where, kind_of
 from shardwise.data.loader import IGNORE
+from shardwise.kernels.add_product import add_product_
 from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
 from shardwise.parallel.local import offset_of, to_local, to_whole
 from shardwise.zero.collectives import all_gather
@@ -141,10 +142,7 @@ class _HeadLoss(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[start : start + piece])
             if d_weight is not None:
-                if logits.dtype == torch.float32:
-                    d_weight.addmm_(logits.t(), part)
-                else:
-                    d_weight += logits.t() @ part
+                add_product_(d_weight, logits.t(), part)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)

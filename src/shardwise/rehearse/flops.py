@@ -17,6 +17,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return _attention(func, args, kwargs, "backward" in name)
     if name.startswith("lora_linear"):
         return _adapted(args, "backward" in name)
+    if name == "add_product":
+        return int(2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1])
     if name == FLOAT8:
         (tokens, inside), outside, rank = args[0].shape, result.shape[1], args[3].shape[1]
         return int(2 * tokens * outside * (inside + rank))

@@ -222,7 +222,8 @@ class Tracker(TorchDispatchMode):
         size = _bytes(given) + _bytes(made) + 2 * workspace_of(func, args)
         flops = flops_of(func, args, kwargs, result)
         shape: tuple[int, ...] = ()
-        if flops and name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
+        kind = given[-1].dtype if name == "add_product" else made[0].dtype  # the sum is in fp32, the product is not
+        if flops and name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "add_product"):
             matrices = [t for t in given if t.ndim >= 2]
             left, right = matrices[:2] if name == "_scaled_mm" else matrices[-2:]
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[-1])
@@ -232,7 +233,7 @@ class Tracker(TorchDispatchMode):
         elif flops and ("attn" in name or "attention" in name):
             named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             shape = (named["query"].shape[-2], named["key"].shape[-2], named["query"].shape[-1])
-        done = Work(phase, name, flops, size, str(made[0].dtype).removeprefix("torch."), shape)
+        done = Work(phase, name, flops, size, str(kind).removeprefix("torch."), shape)
         self.work[done] += 1
         if self.passes and phase != "update":
             self.passes[-1][done] += 1

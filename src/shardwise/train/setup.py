@@ -16,6 +16,7 @@ from torch.distributed._composable import checkpoint as recompute  # type: ignor
 from shardwise.acting import stands_in
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.fill import fill_adapters
+from shardwise.adapters.layers import multiply_bases_in_float8
 from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
 from shardwise.config.methods import Full
@@ -90,6 +91,8 @@ def build_model(
         store_in_bf16(model)
     blocks, lookup, spread = find_blocks(model), only_looked_up(model), Spread(world)
     use_float8(model, blocks, run.fp8)
+    if run.parallel.tensor == 1:
+        multiply_bases_in_float8(model, world.device)
     if run.parallel.beyond_data:
         from shardwise.parallel.apply import divide
 

@@ -175,7 +175,7 @@ UPDATES = (
 
 METHODS = (
     _rule("fp8", (f.FP8, f.ADAPTERS), "is for layers that are trained whole; an adapter's base is frozen",
-          f"{NO_FP8}, or use method: full", shown="fp8.recipe"),
+          f"{NO_FP8}, or use method: full, or qlora with bits: fp8", shown="fp8.recipe"),
     _rule("method", (f.ADAPTERS, f.SCRATCH),
           "an adapter of a model that starts from scratch would be of no use without it",
           "use method: full, or give a model.name", shown="method.type"),

@@ -1,0 +1,37 @@
+"""Compiled blocks are one graph each: a break is a loss of speed that nothing else tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.compiled import steps_compiled
+from support.ranks import run_ranks
+from support.tiny import LLAMA
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "fp8": {"precision": "bf16", "fp8": {"recipe": "tensorwise", "least": 16}},
+    "fp8 by rows": {"precision": "bf16", "fp8": {"recipe": "rowwise", "least": 16}},
+    "lora": {"method": "lora"},
+    "dora": {"method": {"type": "lora", "dora": True}},
+    "ia3": {"method": "ia3"},
+    "qlora": {"method": "qlora"},
+    "base in fp8": {"method": {"type": "qlora", "bits": "fp8"}},
+    "recomputed": {"recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_block_is_one_graph(case: str) -> None:
+    run = {
+        "model": {"config": LLAMA, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": 64},
+        "objective": "causal", "precision": "fp32", "device": "cpu", "ranks": 1, "backend": "gloo", "compile": True,
+        "train": {"batch_size": 2, "micro_batch_size": 2, "steps": 2}, "parallel": {"zero": 2},
+    }  # fmt: skip
+    (norms, broken), (plain, _) = (
+        run_ranks(steps_compiled, 1, run | CASES[case] | {"compile": compiled})[0] for compiled in (True, False)
+    )
+    print(case, norms, plain, broken)
+    assert not broken
+    assert norms == pytest.approx(plain, rel=2e-2 if "fp8" in case else 1e-3)
