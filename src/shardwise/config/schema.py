@@ -317,8 +317,8 @@ class Train(Section):
     masters: Literal["auto", "fp32", "split"] = Field(
         default="auto",
         description="the weights that are updated: fp32 = beside bf16 copies; split = bf16 weights, and the rest of "
-        "their 32 bits among the optimizer's states (the same numbers, no copies); auto = split if these are offloaded, "
-        "and on one GPU",
+        "their 32 bits among the optimizer's states (the same numbers, no copies); auto = split if these are offloaded "
+        "or there is one GPU",
     )
     in_backward: bool = Field(
         default=False, description="update each parameter during backward and free its gradient; needs clip: null"
