@@ -49,6 +49,7 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
     from shardwise.config.schema import Run
     from shardwise.models.source import ModelSource, config_from
     from shardwise.parallel.mesh import init_world
+    from shardwise.plan.bench_train import give_values
     from shardwise.rehearse.batch import step_batch
     from shardwise.rehearse.step import set_up, take_step
 
@@ -64,13 +65,7 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
     run = Run.model_validate(values)
     source = ModelSource(model, config_from(dict(MODELS[model])), None, "none", task="causal")
     parts, _ = set_up(source, run, init_world(run), None)
-    for parameter in parts.sharded.model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if local.is_floating_point():
-            local.detach().normal_(0, 0.02)
-    for module in parts.sharded.model.modules():
-        for name, packing in getattr(module, "packings", {}).items():
-            getattr(module, name).copy_(packing.pack(torch.randn(packing.shape, device="cuda") * 0.02))
+    give_values(parts.sharded.model)
     batch = step_batch(run, 1)
     torch.manual_seed(0)
     for micro in batch.micro_batches:

@@ -511,14 +511,20 @@ def zoo(
     raise typer.Exit(any(one.outcome == "wrong" for one in results))
 
 
-@app.command(epilog=_examples(
+bench_app = typer.Typer(rich_markup_mode="rich")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback(invoke_without_command=True, epilog=_examples(
     "shardwise bench",
+    "shardwise bench train run.yaml   # a run's own speed, and what would help",
     "shardwise bench --quick --only matmul,attention",
     "shardwise bench --only disk --folder /mnt/scratch",
     "shardwise bench --ranks 2 --json",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m shardwise bench",
 ))  # fmt: skip
 def bench(
+    context: typer.Context,
     folder: Annotated[Path, typer.Option(help="Where disk speed is measured.")] = Path("."),
     ranks: Annotated[
         int | None, typer.Option(min=2, help="Processes here for the network part; default: one per GPU.")
@@ -536,9 +542,32 @@ def bench(
 
     The planner then uses these figures in place of its table. Under torchrun: also between nodes.
     """
+    if context.invoked_subcommand is not None:
+        return
     from shardwise.plan.bench_command import bench as measure
 
     measure(folder, ranks, only or [], quick, as_json)
+
+
+@bench_app.command("train", epilog=_examples(
+    "shardwise bench train run.yaml",
+    "shardwise bench train run.yaml compile=true train.micro_batch_size=4",
+    "shardwise bench train run.yaml ranks=2 parallel.zero=3 --steps 20 --json",
+))  # fmt: skip
+def bench_train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, after three to warm up.")] = 10,
+    documents: Annotated[int, typer.Option(min=1, help="Documents in each packed row.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """A run's tokens/s and MFU on this machine, what its step is made of, and what would make it faster.
+
+    Takes steps of the run's own code on its own model with random values: neither weights nor data are read.
+    """
+    from shardwise.plan.bench_train import run_bench
+
+    run_bench(run_file, overrides or [], steps, documents, as_json)
 
 
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))

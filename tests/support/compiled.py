@@ -13,6 +13,7 @@ def steps_compiled(run: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
     from shardwise.config.schema import Run
     from shardwise.models.source import ModelSource, config_from
     from shardwise.parallel.mesh import init_world
+    from shardwise.plan.bench_train import give_values
     from shardwise.rehearse.batch import step_batch
     from shardwise.rehearse.step import set_up
     from shardwise.train.loop import accumulate
@@ -23,12 +24,7 @@ def steps_compiled(run: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
     source = ModelSource("tiny", config_from(dict(run["model"]["config"])), None, "none", task="causal")
     parts, _ = set_up(source, found, init_world(found), None)
     torch.manual_seed(0)
-    for parameter in parts.sharded.model.parameters():
-        if parameter.is_floating_point():
-            torch.nn.init.normal_(parameter, 0, 0.05)
-    for module in parts.sharded.model.modules():
-        for name, packing in getattr(module, "packings", {}).items():
-            getattr(module, name).copy_(packing.pack(torch.randn(packing.shape) * 0.05))
+    give_values(parts.sharded.model)
     norms = []
     for _ in range(2):
         batch = step_batch(found, 1)

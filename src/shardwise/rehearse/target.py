@@ -40,12 +40,16 @@ def aim(loaded: LoadedRun, nodes: int, gpus: int) -> Target:
     """Resolves a run for nodes with so many GPUs each; with `device: cpu` for as many processes on CPUs."""
     if nodes < 1 or gpus < 1:
         raise UserError("--nodes, --gpus", f"{nodes}, {gpus}", "there must be at least one of each", "e.g. --gpus 8")
+    return aim_at(loaded, Machine(0 if loaded.run.device == "cpu" else gpus, ranks=nodes * gpus))
+
+
+def aim_at(loaded: LoadedRun, machine: Machine) -> Target:
+    """The same for a machine, which may be this one."""
     run = loaded.run
     if run.left_open:
         field = "parallel" if run.parallel.auto else "recompute"
         remedy = f"write what `shardwise plan` says, or e.g. {field}={'{zero: 3}' if run.parallel.auto else 'full'}"
         raise UserError(field, "auto", "is answered on the machine that trains", remedy)
-    machine = Machine(0 if run.device == "cpu" else gpus, ranks=nodes * gpus)
     result = resolve_machine(run, machine)
     source = find_config(result.run.model, task_wanted(result.run))
     resolve_objective(result, source.task)
@@ -53,4 +57,4 @@ def aim(loaded: LoadedRun, nodes: int, gpus: int) -> Target:
         kind = result.run.objective.type  # type: ignore[union-attr]
         raise UserError("objective", kind, "cannot be rehearsed yet", "rehearse it as causal: objective=causal")
     resolve_model(result, source.config)
-    return Target(result.run, source, nodes * gpus, result.reasons)
+    return Target(result.run, source, machine.ranks or int(result.run.ranks), result.reasons)

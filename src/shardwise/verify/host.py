@@ -42,9 +42,12 @@ def main(parent: int, model: str, device: str) -> None:
 
 
 def _work(work: dict[str, Any]) -> dict[str, Any]:
+    from shardwise.plan.bench_train import bench_rank
     from shardwise.verify import measure, plain
 
-    kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"plain": plain.answer, "claim": measure.measure}
+    kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "plain": plain.answer, "claim": measure.measure, "bench": bench_rank,
+    }  # fmt: skip
     return kinds[work["kind"]](work)
 
 
