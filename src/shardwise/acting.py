@@ -6,8 +6,9 @@ a GPU's. Code that has a path of its own for GPUs asks here, so that what is reh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -26,6 +27,11 @@ def kind_of(where: torch.Tensor | torch.device) -> str:
 def stands_in() -> bool:
     """Whether fake tensors stand for a GPU's at the moment: no kernel can be launched, but all others' paths hold."""
     return _acted == "cuda"
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By inductor; a rehearsal launches no kernels, but keeps what compiled code keeps."""
+    return torch.compile(function, backend="aot_eager_decomp_partition" if stands_in() else "inductor")
 
 
 def indices_where(mask: torch.Tensor) -> torch.Tensor:

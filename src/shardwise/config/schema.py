@@ -564,6 +564,11 @@ class Run(Section):
     recompute: Literal["auto", "none", "full"] = Field(
         default="none", description="full = keep only block inputs, compute the rest again; auto = if it must be"
     )
+    tile: Count | None = Field(
+        default=None,
+        description="compute feed-forward parts (and norms) so many tokens at a time and again in backward: for long "
+        "sequences, e.g. 8192",
+    )
     attention: Literal["auto", "plain"] = Field(
         default="auto",
         description="of packed rows: auto = document by document, without a mask; plain = as transformers does it, by "

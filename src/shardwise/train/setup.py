@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
-from shardwise.acting import stands_in
+from shardwise.acting import compiled
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.fill import fill_adapters
 from shardwise.adapters.layers import multiply_bases_in_float8
@@ -27,6 +27,7 @@ from shardwise.errors import UserError
 from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
 from shardwise.models.float8 import use_float8
+from shardwise.models.tiles import tile_blocks
 from shardwise.models.weights import load_weights, new_parameters
 from shardwise.objectives.base import Objective
 from shardwise.objectives.make import make_objective
@@ -100,6 +101,10 @@ def build_model(
         spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world, compute)
         if spread.pipeline is not None:
             spread.pipeline.record = run.log.breakdown
+    if run.tile is not None:
+        case = tiny_case(source)
+        small = case.model().float()
+        tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compile)
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model)
     if run.recompute == "full":
         for _, block in blocks:
@@ -108,9 +113,7 @@ def build_model(
         place_inputs(blocks, host=True, timer=timer)
     if run.compile:
         for _, block in blocks:
-            # Inside of the hooks of sharding and recomputation. A rehearsal keeps what a compiled block keeps.
-            backend = "aot_eager_decomp_partition" if stands_in() else "inductor"
-            block.forward = torch.compile(block.forward, backend=backend)
+            block.forward = compiled(block.forward)  # inside of the hooks of sharding and recomputation
     if spread.experts is not None:
         shard_experts(spread.experts, world, run.parallel.zero, run.precision)
     whole = keeps_whole(run, world)

@@ -156,6 +156,7 @@ def _hidden(name: str, field: str, value: Any, test: Callable[[Any], bool] | Non
     return Feature(name, field, value, test, shown=False, **more)
 
 
+TILE = _hidden("tile", "tile", 64, _given)
 NO_FP8 = _hidden("fp8: none", "fp8.recipe", "none")
 KEPT_16 = _hidden("fp8.keep", "fp8.keep", ("down_proj",), bool)
 EAGER = _hidden("compile: false", "compile", False)
