@@ -193,7 +193,9 @@ def main() -> None:
         for who in ROWS[row][3]:
             if only is not None and who not in only:
                 continue
-            job = subprocess.run([sys.executable, __file__, "--one", row, who], capture_output=True, text=True)
+            environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
+            command = [sys.executable, __file__, "--one", row, who]
+            job = subprocess.run(command, capture_output=True, text=True, env=environment)
             line = next((x for x in job.stdout.splitlines() if x.startswith("RESULT ")), None)
             found = json.loads(line[7:]) if line else {"error": job.stderr.strip().splitlines()[-1:]}
             results.setdefault(row, {})[who] = found
