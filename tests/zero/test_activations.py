@@ -139,3 +139,26 @@ def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         model(x).square().mean().backward()
         counts.append(len(made))
     assert counts == [4, 8, 8, 8, 8], "three inputs and the shared one"
+
+
+@pytest.mark.parametrize("far", [1, 3])
+def test_inputs_of_the_first_blocks_only(far: int, tmp_path: Path) -> None:
+    """A sketch of few layers foresees what the whole rehearsal holds; training does not change."""
+    from shardwise.config.schema import Run
+    from shardwise.models.source import ModelSource, config_from
+    from shardwise.plan.sketch import sketch
+    from shardwise.rehearse.step import rehearse
+    from shardwise.rehearse.tally import tally_of
+
+    config = LLAMA | {"num_hidden_layers": 8}
+    run = Run.model_validate({
+        "model": {"config": config, "tokenizer": "none"}, "data": {"train": "x", "sequence_length": 4096},
+        "objective": "causal", "precision": "bf16", "device": "cuda", "ranks": 1, "backend": "gloo",
+        "recompute": "full", "train": {"batch_size": 1, "micro_batch_size": 1},
+        "offload": {"activations": "cpu", "activation_blocks": far},
+    })  # fmt: skip
+    source = ModelSource("m", config_from(dict(config)), None, "none", task="causal")
+    whole, few = tally_of(rehearse(source, run, 0, 1), 8), sketch(source, run, 1).at()
+    print(f"\n{far}: whole {whole.peak:,.0f}, sketched {few.peak:,.0f}, on the host {whole.kept:,.0f} {few.kept:,.0f}")
+    assert few.peak == pytest.approx(whole.peak, rel=0.01) and few.kept == pytest.approx(whole.kept, rel=1e-3)
+    assert whole.kept == far * 4096 * LLAMA["hidden_size"] * 2

@@ -462,6 +462,10 @@ class Offload(Section):
     activations: Literal["none", "cpu"] = Field(
         default="none", description="where the inputs of recomputed blocks wait for backward; needs recompute: full"
     )
+    activation_blocks: Count | None = Field(
+        default=None,
+        description="of how many blocks the inputs go there, the first ones, which wait longest; default: of all",
+    )
     ratio: Literal["auto"] | Annotated[Share, Field(ge=0, le=1)] = Field(
         default=1.0,
         description="share of the optimizer's states that leaves the device, 0 to 1 or e.g. 50%; auto = what does not "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.config.schema import Run
 from shardwise.launch.cpu import usable_cores
@@ -27,10 +28,19 @@ class Sketched:
     tallies: tuple[Tally, ...]
     layers: int  # of the model
     width: int  # of what goes from block to block
+    near: Sketched | None = None  # the same with every block's input on the device, where that of some is on the host
+    far: int = 0  # of how many it is
 
     def at(self, layers: int | None = None) -> Tally:
         """The step of a model with so many layers; default: its own."""
         wanted = self.layers if layers is None else layers
+        alike = self._alike(wanted)
+        if self.near is None or wanted <= self.far:
+            return alike
+        none, every = replace(self.near.at(wanted), layers=0), replace(alike, layers=wanted)
+        return replace(scaled(none, every, self.far), layers=wanted)
+
+    def _alike(self, wanted: int) -> Tally:
         if len(self.tallies) == 1:
             only = self.tallies[0]
             return only if wanted == only.layers else replace(only, layers=wanted)
@@ -48,6 +58,9 @@ def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Ske
 
 def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int = 1) -> list[Sketched | Exception]:
     """Sketches of several runs (with their ranks), as many at once as there are cores; or what went wrong."""
+    some = [(run, ranks) for run, ranks in runs if run.offload.activation_blocks is not None]
+    if some:
+        return _partly(source, runs, documents)
     depths, whole = sketch_depths(source.config)
     calls = [(source, run, ranks, layers, whole, documents) for run, ranks in runs for layers in reversed(depths)]
     tallies = apart_all(_tally, calls, usable_cores())
@@ -58,6 +71,24 @@ def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: 
         plain = tuple(one for one in reversed(several) if isinstance(one, Tally))
         found.append(wrong or Sketched(plain, whole, int(source.config.get_text_config().hidden_size)))
     return found
+
+
+def _partly(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int) -> list[Sketched | Exception]:
+    """Where inputs of some blocks are on the host: as if of all, and as if of none, for `at` to mix."""
+    every = [(_moved(run, "activation_blocks", None), ranks) for run, ranks in runs]
+    none = [(_moved(run, "activations", "none"), ranks) for run, ranks in every]
+    both = sketch_all(source, [*every, *none], documents)
+    found: list[Sketched | Exception] = []
+    for (run, _), far, near in zip(runs, both, both[len(runs) :], strict=False):
+        blocks = run.offload.activation_blocks
+        if blocks is not None and isinstance(far, Sketched):
+            far = replace(far, near=near, far=blocks) if isinstance(near, Sketched) else near
+        found.append(far)
+    return found
+
+
+def _moved(run: Run, name: str, value: Any) -> Run:
+    return run.model_copy(update={"offload": run.offload.model_copy(update={name: value})})
 
 
 def sketch_depths(config: object) -> tuple[tuple[int, ...], int]:

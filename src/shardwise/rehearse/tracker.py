@@ -78,6 +78,7 @@ class Tracker(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._live: dict[int, tuple[Block, weakref.ref[Any]]] = {}
+        self._hosted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stack: list[str] = []
         self._names = {m: n for n, m in self.model.named_modules()} if self.model is not None else {}
         blocks = find_blocks(self.model) if self.model is not None else []
@@ -168,7 +169,8 @@ class Tracker(TorchDispatchMode):
             return
         if not is_host(tensor):
             self._add(storage, phase, module, name)
-        elif phase == "forward" and name not in ("held", *NO_KERNEL):
+        elif phase == "forward" and name not in ("held", *NO_KERNEL) and storage not in self._hosted:
+            self._hosted.add(storage)
             self.to_host += storage.nbytes()
 
     def _add(self, storage: torch.UntypedStorage, phase: str, module: str, name: str, category: str = "") -> None:

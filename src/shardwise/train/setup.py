@@ -110,7 +110,7 @@ def build_model(
         for _, block in blocks:
             recompute(block)
     if run.offload.activations == "cpu":
-        place_inputs(blocks, host=True, timer=timer)
+        place_inputs(blocks[: run.offload.activation_blocks], host=True, timer=timer)
     if run.compile:
         for _, block in blocks:
             block.forward = compiled(block.forward)  # inside of the hooks of sharding and recomputation

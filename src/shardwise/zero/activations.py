@@ -31,9 +31,11 @@ from shardwise.acting import on_host, stands_in
 from shardwise.errors import UserError
 from shardwise.observe.breakdown import OFF, Timer
 from shardwise.zero.collectives import all_gather
+from shardwise.zero.host import aligned, host_buffer
 
 # torch 2.13 has a new name for it and warns of the old one, which is all that 2.11 has.
 SMALL = 4096  # bytes; scalars such as running auxiliary losses stay where they are
+LARGE = 64 << 20
 
 
 class BlockInputs:
@@ -166,7 +168,7 @@ class _Host:
     def put(self, kept: _Kept, part: torch.Tensor) -> None:
         """Sends a slice to the host."""
         cuda, size = part.device.type == "cuda", kept.numel * kept.dtype.itemsize
-        kept.buffer, idle = self._take(size, cuda)
+        kept.buffer, idle = self._take(size, part.device)
         kept.far = far = kept.buffer[:size].view(kept.dtype)
         kept.host = self
         if not cuda:
@@ -186,19 +188,23 @@ class _Host:
             self._release(leaving, current)
         kept.near, self._leaving = part, kept
 
-    def _take(self, size: int, pin: bool) -> tuple[torch.Tensor, Any]:
+    def _take(self, size: int, device: torch.device) -> tuple[torch.Tensor, Any]:
         """The smallest free buffer that is large enough, else a new one.
 
-        Batches differ in length, so buffers must serve many sizes: a new one takes the place of the smallest. PyTorch
-        rounds pinned memory up to a power of two; asking for that much lets more inputs share it.
+        Batches differ in length, so buffers must serve many sizes: a new one takes the place of the smallest, and is
+        rounded up a little. PyTorch rounds pinned memory up to a power of two, which is too much for large ones.
         """
         fitting = [i for i, (buffer, _) in enumerate(self._free) if buffer.numel() >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda i: self._free[i][0].numel()))
         if self._free:
             self._free.pop(min(range(len(self._free)), key=lambda i: self._free[i][0].numel()))
-        size = 1 << (size - 1).bit_length() if pin else size
-        return on_host(size) if stands_in() else torch.empty(size, dtype=torch.uint8, pin_memory=pin), None
+        if device.type != "cuda":
+            return on_host(size) if stands_in() else torch.empty(size, dtype=torch.uint8), None
+        power = 1 << (size - 1).bit_length()
+        if size < LARGE:
+            return torch.empty(power, dtype=torch.uint8, pin_memory=True), None
+        return host_buffer(aligned(size, power // 16), device), None
 
     def _release(self, leaving: _Kept, stream: torch.cuda.Stream) -> None:
         """Lets go of an input whose copy has had a block's time: what reuses its memory comes after the copy."""

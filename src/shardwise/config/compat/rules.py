@@ -135,6 +135,8 @@ STAGES = (
 )  # fmt: skip
 
 PLACES = (
+    _rule("offload.activation_blocks", (f.SOME_BLOCKS, f.NO_ACTIVATIONS), "no block's input leaves the device",
+          "add offload.activations: cpu, or leave it out"),
     _rule("offload.activations", (f.ACTIVATIONS, f.NO_RECOMPUTE),
           "moves what recomputation keeps, but recompute is {recompute}", "add recompute: full"),
     _rule("offload.optimizer", (f.STATES, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
