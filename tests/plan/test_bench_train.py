@@ -71,7 +71,8 @@ def test_operators_within_the_update_are_the_optimizer() -> None:
 
 def speed(kinds: dict[str, float], idle: float = 0.0, memory: int = 90, **changes: Any) -> Speed:
     whole = sum(kinds.values()) + idle
-    values = {"seconds": whole, "tokens": 100, "mfu": None, "memory": memory, "room": 100, "device": "G", "ranks": 1}
+    values = {"seconds": whole, "tokens": 100, "mfu": None, "memory": memory, "room": 100, "device": "G", "ranks": 1,
+              "rank": 0}  # fmt: skip
     return Speed(**values | changes, profile=Profile(whole, kinds, dict(kinds), idle, []))
 
 
@@ -90,6 +91,7 @@ def a_run(**changes: Any) -> Run:
     ({"compile": True, "recompute": "full"}, speed({"products": 4}, memory=20), ["recompute: auto"]),
     ({"compile": True}, speed({"products": 4}, memory=20), ["micro_batch_size"]),
     ({"device": "cpu"}, speed({"products": 4, "copies": 4, REST: 4}, device="CPU"), []),
+    ({"device": "cpu", "parallel": {"pipeline": 2}}, speed({"products": 4}, idle=4, device="CPU"), ["bubble"]),
 ])  # fmt: skip
 def test_advice_by_figures(run: dict[str, Any], found: Speed, words: list[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("shardwise.config.resolve._has_fp8", lambda machine: False)
@@ -123,9 +125,28 @@ def test_the_command(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = {"model": {"config": LLAMA, "tokenizer": "none"}, "data": {"train": "none"}, "train": {"batch_size": 4}}
+    run = {"model": {"config": LLAMA, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": 64},
+           "train": {"batch_size": 4}, "device": "cpu"}  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as left:
         main(["bench", "train", str(tmp_path / "run.yaml")])
     assert left.value.code == 2 and "without torchrun" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
+    for words, told in ((["--documents", "7"], "cannot be divided"), (["objective=dpo"], "only causal")):
+        with pytest.raises(SystemExit) as left:
+            main(["bench", "train", str(tmp_path / "run.yaml"), *words])
+        assert left.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_an_interrupt_that_was_swallowed_is_heeded() -> None:
+    import contextlib
+    import signal
+
+    from shardwise.verify.ranks import heeding_interrupts
+
+    with pytest.raises(KeyboardInterrupt), heeding_interrupts() as check:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+        check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -38,7 +38,8 @@ def _named(adapted: Adapted, run: Run) -> str:
     whole = f", {', '.join(plan.whole)} whole" if plan.whole else ""
     before = getattr(run.method, "adapter", None)
     onward = f", going on from {before}" if before else ""
-    return f"{run.method.type}{_ranks(plan)} on {len(plan.targets)} modules{whole}{onward}"
+    base = f" over a base in {run.method.bits}" if hasattr(run.method, "bits") else ""
+    return f"{run.method.type}{_ranks(plan)} on {len(plan.targets)} modules{base}{whole}{onward}"
 
 
 def _ranks(plan: Plan) -> str:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,13 @@ from rich.table import Table
 from shardwise.config.load import load_run
 from shardwise.config.resolve import this_machine
 from shardwise.config.schema import Run
-from shardwise.errors import RunFailed, UserError
+from shardwise.errors import Interrupted, RunFailed, UserError
 from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.observe.profile import REST, Profile, profile_step
+from shardwise.rehearse.batch import check_division
 from shardwise.rehearse.target import Target, aim_at
+from shardwise.verify.ranks import heeding_interrupts, stopped_by_sigterm
+from shardwise.verify.ranks import ranks as started
 
 WARM_UP = 3
 
@@ -37,10 +43,11 @@ class Speed:
     seconds: float  # a step
     tokens: int  # of a step, over all ranks
     mfu: float | None
-    memory: int  # bytes at the peak, of the fullest rank; 0 where it is not known
-    room: int  # of the device, likewise
+    memory: int | None  # bytes at the peak, of the fullest rank; of a GPU
+    room: int | None  # that it has
     device: str
     ranks: int
+    rank: int  # the slowest
     profile: Profile
 
     @property
@@ -53,46 +60,77 @@ def run_bench(file: Path, overrides: list[str], steps: int, documents: int, as_j
     if "WORLD_SIZE" in os.environ:
         problem = "this command starts the ranks of one machine itself"
         raise UserError("WORLD_SIZE", os.environ["WORLD_SIZE"], problem, "run it without torchrun")
-    console = Console(highlight=False, stderr=as_json)
-    with console.status("finding the model") as status:
-        target = aim_at(load_run(file, overrides), this_machine())
-        status.update(f"{WARM_UP + steps + 1} steps of {target.source.label} on {target.ranks} rank(s)")
-        speed = measure(target, steps, documents)
+    console, status = Console(highlight=False, stderr=as_json), Console(highlight=False, stderr=True)
+    try:
+        with heeding_interrupts() as check, status.status("finding the model") as shown:
+            target = aim_at(load_run(file, overrides), this_machine())
+            check_division(target.run, documents)
+            if not status.is_terminal:
+                status.print(f"{WARM_UP + steps + 1} steps of {target.source.label}")
+            speed = measure(target, steps, documents, shown.update, check)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted: nothing was measured", 130) from None
     advice = advise(target.run, speed)
     if as_json:
         told = {"run": str(file), "tokens_per_second": speed.tokens_per_second, "advice": advice} | asdict(speed)
         print(json.dumps(told, indent=1))
         return
-    show(target, speed, advice, console)
+    show(target, speed, documents, advice, console)
 
 
-def measure(target: Target, steps: int, documents: int = 1) -> Speed:
+def measure(
+    target: Target,
+    steps: int,
+    documents: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
+) -> Speed:
     """Starts the run's ranks on this machine and takes the steps."""
-    from shardwise.verify.ranks import ranks as started
-    from shardwise.verify.ranks import stopped_by_sigterm
-
     run = target.run
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name, stopped_by_sigterm():
+    stopping = stopped_by_sigterm("nothing was measured")
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name, stopping:
         folder = Path(name)
         values = run.model_dump(mode="json") | {"output": str(folder / "out")}
         meeting = {"device": run.device, "timeout": run.timeout, "backend": run.backend}
         (folder / "ranks").mkdir()
         (folder / "ranks" / "meet.json").write_text(json.dumps(meeting))
         work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": target.ranks}
-        with started(run.precision, str(run.device), folder) as host:
+        work["progress"] = str(folder / "progress")
+        with started(run.precision, str(run.device), folder) as host, _told(folder / "progress", target, steps, say):
+            check()
             found = host.ask(work | {"folder": str(folder / "ranks")})
     failed = [one for one in found if "failed" in one]
     if failed:
         order = {"user": 0, "bug": 1, "lost": 2}
         first = min(failed, key=lambda one: order[one["kind"]])
         raise RunFailed(f"a rank failed: {first['failed']}")
-    slowest = max(found, key=lambda one: one["seconds"])
+    rank, slowest = max(enumerate(found), key=lambda one: one[1]["seconds"])
     peak = peak_flops(slowest["device"], str(run.precision)) if run.device == "cuda" else None
     tokens = run.train.batch_size * run.data.sequence_length
     mfu = slowest["flops"] * tokens / slowest["seconds"] / (peak * target.ranks) if peak else None
-    memory, room = max(one["memory"] for one in found), slowest["room"]
+    memory, room = max((one["memory"] for one in found if one["memory"]), default=None), slowest["room"]
     shape = Profile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
-    return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, shape)
+    return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, rank, shape)
+
+
+@contextmanager
+def _told(file: Path, target: Target, steps: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Says every half second how many steps the first rank has taken."""
+    done, whole = threading.Event(), WARM_UP + steps + 1
+
+    def tell() -> None:
+        while not done.wait(0.5):
+            taken = file.stat().st_size if file.exists() else 0
+            where = f"{target.source.label} on {target.ranks} rank(s)"
+            say(f"{where}: step {taken} of {whole}" if taken else f"{where}: building the model")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +152,12 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     for micro in batch.micro_batches[:1]:
         micro.input_ids.random_(0, source.config.get_text_config().vocab_size)
 
+    progress = Path(work["progress"]) if world.is_main else None
+
     def step() -> None:
+        if progress is not None:
+            with progress.open("a") as file:
+                file.write(".")
         accumulate(parts, batch)  # type: ignore[arg-type]
 
     cuda = world.device.type == "cuda"
@@ -136,8 +179,8 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     found = profile_step(step, lambda: parts.update() and None, world.device)
     return {
         "seconds": seconds, "flops": _work_of(source, run, parts.sharded.lookup), "profile": asdict(found),
-        "memory": torch.cuda.max_memory_allocated(world.device) if cuda else 0,
-        "room": torch.cuda.get_device_properties(world.device).total_memory if cuda else 0,
+        "memory": torch.cuda.max_memory_allocated(world.device) if cuda else None,
+        "room": torch.cuda.get_device_properties(world.device).total_memory if cuda else None,
         "device": torch.cuda.get_device_name(world.device) if cuda else "CPU",
     }  # fmt: skip
 
@@ -190,7 +233,11 @@ def advise(run: Run, speed: Speed) -> list[str]:
         said.append((part, f"copies that nothing hides take {part:.0%}: offload less, or compute more tokens a step"))
     if (part := share.get("optimizer", 0)) > 0.12:
         said.append((part / 2, f"the update takes {part:.0%}: more tokens a step (train.batch_size) spread its cost"))
-    free = 1 - speed.memory / speed.room if speed.room else 0.0
+    free = 1 - (speed.memory or 0) / speed.room if speed.room else 0.0
+    if not cuda and (waits := found.idle / whole) > 0.25:
+        way = "more micro-batches make a pipeline's bubble smaller" if run.parallel.pipeline > 1 else (
+            "a larger micro_batch_size gives operators more to do")  # fmt: skip
+        said.append((waits, f"Python, and waiting for other ranks, take {waits:.0%}: {way}"))
     if cuda and run.recompute == "full" and free > 0.3:
         said.append(
             (0.2, f"{free:.0%} of the memory is free: recompute: auto keeps what fits instead of computing it twice")
@@ -208,19 +255,22 @@ def advise(run: Run, speed: Speed) -> list[str]:
     return [text for _, text in sorted(said, key=lambda one: -one[0])]
 
 
-def show(target: Target, speed: Speed, advice: list[str], console: Console) -> None:
+def show(target: Target, speed: Speed, documents: int, advice: list[str], console: Console) -> None:
     """For people."""
     run, found = target.run, speed.profile
     console.print(
         f"{target.source.label} on {speed.ranks} × {speed.device}: {run.train.batch_size} rows of "
-        f"{run.data.sequence_length:,} tokens a step, {run.computes_in}{', compiled' if run.compile else ''}"
+        f"{run.data.sequence_length:,} tokens{f' ({documents} documents each)' if documents > 1 else ''} a step, "
+        f"{run.computes_in}{', compiled' if run.compile else ''}"
     )
     mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else ""
-    memory = f", peak {speed.memory / 2**30:.1f} of {speed.room / 2**30:.1f} GiB" if speed.room else ""
+    memory = f", peak {speed.memory / 2**30:.1f} of {speed.room / 2**30:.1f} GiB" if speed.memory and speed.room else ""
     console.print(
         f"[bold]{speed.tokens_per_second:,.0f} tokens/s[/bold], {speed.seconds * 1e3:,.1f} ms a step{mfu}{memory}"
     )
-    table = Table(title="one step", title_justify="left")
+    whose = f" of rank {speed.rank}, the slowest," if speed.ranks > 1 else ""
+    title = f"one step{whose} under the profiler, which slows it down: {found.whole * 1e3:,.1f} ms"
+    table = Table(title=title, title_justify="left")
     gpu = speed.device != "CPU"
     for column in ("", "ms", "of the step", *(["nothing else beside it"] if gpu else [])):
         table.add_column(column, justify="left" if not column else "right")

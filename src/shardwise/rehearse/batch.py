@@ -15,6 +15,7 @@ from shardwise.data.loader import StepBatch
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.rows import RowBatch
 from shardwise.data.store import LEARNED
+from shardwise.errors import UserError
 
 FIRST = 3  # ids before it are special
 PACKED = 0  # for a number of documents: a long one and a short one, as in rows that are packed somehow
@@ -45,6 +46,15 @@ def micro_batch(run: Run, rows: int, documents: int = 1) -> Any:
         return replace(made, labels=torch.full_like(made.labels, FIRST))
     ids = torch.full((rows, width), FIRST)
     return RowBatch(ids, torch.ones_like(ids), torch.full_like(ids, FIRST))
+
+
+def check_division(run: Run, documents: int) -> None:
+    """Whether rows can be divided into so many documents."""
+    width = run.data.sequence_length
+    fits = documents == 1 or (run.data.packing and documents > 1 and width > 2 * SHORT and width % documents == 0)
+    if not fits:
+        problem = f"rows of {width} tokens{'' if run.data.packing else ', not packed,'} cannot be divided into so many"
+        raise UserError("--documents", documents, problem, "use 1" if width <= 2 * SHORT else "e.g. 8")
 
 
 def _lengths(width: int, documents: int, packing: bool) -> list[int]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from shardwise.config.load import load_run
 from shardwise.errors import UserError
 from shardwise.rehearse.apart import apart
+from shardwise.rehearse.batch import check_division
 from shardwise.rehearse.ledger import CATEGORIES, WORKSPACE, Ledger, ledger_of, replayed, wire
 from shardwise.rehearse.step import Alike, Rehearsal, rehearse
 from shardwise.rehearse.tally import head_of
@@ -29,8 +30,7 @@ def run_rehearsal(
     if rank is not None and not 0 <= rank < target.ranks:
         raise UserError("--rank", rank, f"there are {target.ranks} ranks", f"give one from 0 to {target.ranks - 1}")
     width = target.run.data.sequence_length
-    if documents < 1 or width % documents:
-        raise UserError("--documents", documents, f"rows of {width} tokens cannot be divided into so many", "e.g. 8")
+    check_division(target.run, documents)
     console = Console(highlight=False, stderr=as_json)
     found: list[dict[str, Any]] = []
     known = Alike()

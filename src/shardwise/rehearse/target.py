@@ -55,6 +55,7 @@ def aim_at(loaded: LoadedRun, machine: Machine) -> Target:
     resolve_objective(result, source.task)
     if result.run.objective.type not in ("causal", "seq2seq", "masked"):  # type: ignore[union-attr]
         kind = result.run.objective.type  # type: ignore[union-attr]
-        raise UserError("objective", kind, "cannot be rehearsed yet", "rehearse it as causal: objective=causal")
+        problem = "only causal, seq2seq and masked steps can be taken without their data yet"
+        raise UserError("objective", kind, problem, "take it as causal: objective=causal")
     resolve_model(result, source.config)
     return Target(result.run, source, machine.ranks or int(result.run.ranks), result.reasons)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,15 @@ def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
 
 
 @contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
+def stopped_by_sigterm(what: str = "nothing was certified") -> Iterator[None]:
     """SIGTERM leaves as Ctrl-C does: what was begun is ended, and what was written is taken away."""
     previous: Any = None
+
+    def stop(number: int, frame: Any) -> None:
+        raise Interrupted(f"stopped: {what}", 128 + number)
+
     with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
-        previous = signal.signal(signal.SIGTERM, _stop)
+        previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -92,5 +96,24 @@ def stopped_by_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, previous)
 
 
-def _stop(number: int, frame: Any) -> None:
-    raise Interrupted("stopped: nothing was certified", 128 + number)
+@contextmanager
+def heeding_interrupts() -> Iterator[Callable[[], None]]:
+    """Gives a function that raises if Ctrl-C was pressed: code on the way (an import) may have swallowed it."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: Any) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if heard:
+            raise KeyboardInterrupt
+
+    previous: Any = None
+    with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
+        previous = signal.signal(signal.SIGINT, hear)
+    try:
+        yield check
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
