@@ -566,7 +566,11 @@ class Run(Section):
     )
     loss_scale: LossScale = Field(default=LossScale(), description="loss scaling; for precision: fp16 alone")
     recompute: Literal["auto", "none", "full"] = Field(
-        default="none", description="full = keep only block inputs, compute the rest again; auto = if it must be"
+        default="none",
+        description="full = keep only block inputs, compute the rest again; auto = of as many blocks as it must be",
+    )
+    recompute_blocks: Count | None = Field(
+        default=None, description="of how many blocks the rest is computed again, the first ones; default: of all"
     )
     tile: Count | None = Field(
         default=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from shardwise.config.paths import place
@@ -15,6 +16,8 @@ from shardwise.config.resolve import (
 )
 from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
+from shardwise.models.source import ModelSource
+from shardwise.plan.estimate import MARGIN, Estimate, estimate
 from shardwise.plan.explain import headline, reasons, told
 from shardwise.plan.gate import cluster_here
 from shardwise.plan.models import find_config
@@ -54,12 +57,40 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
     for path, value in plan.best.strategy.settings().items():
         place(values, path, value)
     values["parallel"]["auto"] = False
+    best, blocks = plan.best.estimate, None
+    if again == "auto" and best.run.recompute == "full":
+        say("planning how much to recompute")
+        best, blocks = fewest_recomputed(source, best)
+        values["recompute_blocks"] = blocks
     result.run = Run.model_validate(values)
-    why = f"{told(plan.best.strategy)}: {headline(plan.best.estimate)}"
+    some = f", of the first {blocks} blocks" if blocks is not None else ""
+    why = f"{told(plan.best.strategy)}{some}: {headline(best)}"
     result.reasons["parallel" if parallel.auto else "recompute"] = why
     for line in (why, *reasons(plan)):
         say(line)
     return result
+
+
+def fewest_recomputed(source: ModelSource, found: Estimate) -> tuple[Estimate, int | None]:
+    """What fits with all blocks recomputed, with as few as still fit, and how many; None = all.
+
+    Memory grows evenly from all to none (plan/sketch.py), so that two estimates say where the line is.
+    """
+    run, cluster = found.run, found.cluster
+    layers = int(getattr(source.config.get_text_config(), "num_hidden_layers", 0))
+    if run.parallel.pipeline > 1 or run.offload.activations != "none" or source.config.is_encoder_decoder or layers < 2:
+        return found, None
+    free = estimate(source, run.model_copy(update={"recompute": "none"}), cluster)
+    need, gain = free.peak * (1 + MARGIN) - cluster.device.memory, (free.peak - found.peak) * (1 + MARGIN)
+    if gain <= 0:
+        return found, None
+    blocks = max(1, math.ceil(layers * need / gain))
+    while blocks < layers:
+        some = estimate(source, run.model_copy(update={"recompute_blocks": blocks}), cluster)
+        if some.fits:
+            return some, blocks
+        blocks += 1
+    return found, None
 
 
 def _plain(run: Run) -> Run:

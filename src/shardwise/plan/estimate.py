@@ -197,7 +197,8 @@ def _model_flops(sketched: Sketched, run: Run, cluster: Cluster, count: int) -> 
     whole, bare = sketched.at(), sketched.at(0)
     done = sum(work.flops * times for work, times in whole.work.items())
     if run.recompute == "full":
-        done -= _forward(whole) - _forward(bare)
+        share = min(1.0, (run.recompute_blocks or sketched.layers) / sketched.layers)
+        done -= share * (_forward(whole) - _forward(bare))
     once = sum(work.flops * times for work, times in whole.work_once.items())
     return (done * count + once) * (cluster.ranks // run.parallel.pipeline)
 

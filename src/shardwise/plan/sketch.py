@@ -18,6 +18,7 @@ from shardwise.rehearse.apart import apart_all
 from shardwise.rehearse.step import rehearse
 from shardwise.rehearse.tally import Tally, scaled, tally_of
 
+Segment = dict[str, float]  # bytes by category
 MOST_PERIOD = 6  # layers after which kinds of them come round again
 
 
@@ -28,8 +29,9 @@ class Sketched:
     tallies: tuple[Tally, ...]
     layers: int  # of the model
     width: int  # of what goes from block to block
-    near: Sketched | None = None  # the same with every block's input on the device, where that of some is on the host
-    far: int = 0  # of how many it is
+    # The same where no block is recomputed (or has its input on the host) and, in this one, so many first ones are.
+    near: Sketched | None = None
+    far: int = 0
 
     def at(self, layers: int | None = None) -> Tally:
         """The step of a model with so many layers; default: its own."""
@@ -38,7 +40,39 @@ class Sketched:
         if self.near is None or wanted <= self.far:
             return alike
         none, every = replace(self.near.at(wanted), layers=0), replace(alike, layers=wanted)
-        return replace(scaled(none, every, self.far), layers=wanted)
+        mixed = replace(scaled(none, every, self.far), layers=wanted)
+        segments = self._mixed(wanted, mixed.segments)
+        peak = max(sum(one.values()) for one in segments.values())
+        return replace(mixed, segments=segments, reserved=peak + max(0.0, mixed.reserved - mixed.peak))
+
+    def _mixed(self, wanted: int, segments: dict[str, Segment]) -> dict[str, Segment]:
+        """Stretches of the step in a model whose first `far` blocks are unlike the others.
+
+        Up to the loss and in the last block, which is one of the others, it is as if none were unlike, less what the
+        first ones keep less. Where backward comes to the first ones, it is as if the others were not there.
+        """
+        assert self.near is not None
+        none, every = self.near._alike(wanted).segments, self._alike(wanted).segments
+        by_none, by_every = self.near._slopes(wanted), self._slopes(wanted)
+        found = dict(segments)
+        for name in segments:
+            if "last block" in name or name.startswith("loss"):
+                saved = {c: self.far * (by_none[name].get(c, 0.0) - by_every[name].get(c, 0.0)) for c in by_none[name]}
+                found[name] = {c: max(0.0, size - saved.get(c, 0.0)) for c, size in none[name].items()}
+            elif "first block" in name:
+                found[name] = every[name]
+            if name.startswith("backward") and "last block" in name:
+                gone = (wanted - self.far) * by_every[name].get("activations", 0.0)
+                at = every[name]
+                found[name.replace("last", "last unlike")] = at | {"activations": at.get("activations", 0.0) - gone}
+        return found
+
+    def _slopes(self, wanted: int) -> dict[str, Segment]:
+        """What a layer more adds to each stretch."""
+        more, less = self._alike(wanted).segments, self._alike(wanted - 1).segments
+        return {
+            name: {c: size - less.get(name, {}).get(c, 0.0) for c, size in at.items()} for name, at in more.items()
+        }  # fmt: skip
 
     def _alike(self, wanted: int) -> Tally:
         if len(self.tallies) == 1:
@@ -58,10 +92,9 @@ def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Ske
 
 def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int = 1) -> list[Sketched | Exception]:
     """Sketches of several runs (with their ranks), as many at once as there are cores; or what went wrong."""
-    some = [(run, ranks) for run, ranks in runs if run.offload.activation_blocks is not None]
-    if some:
-        return _partly(source, runs, documents)
     depths, whole = sketch_depths(source.config)
+    if len(depths) > 1 and any(_some_blocks(run) is not None for run, _ in runs):
+        return _partly(source, runs, documents)
     calls = [(source, run, ranks, layers, whole, documents) for run, ranks in runs for layers in reversed(depths)]
     tallies = apart_all(_tally, calls, usable_cores())
     found: list[Sketched | Exception] = []
@@ -74,21 +107,31 @@ def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: 
 
 
 def _partly(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int) -> list[Sketched | Exception]:
-    """Where inputs of some blocks are on the host: as if of all, and as if of none, for `at` to mix."""
-    every = [(_moved(run, "activation_blocks", None), ranks) for run, ranks in runs]
-    none = [(_moved(run, "activations", "none"), ranks) for run, ranks in every]
+    """Where some blocks are treated unlike the others: as if all were, and as if none were, for `at` to mix."""
+    every = [(_with_blocks(run, True), ranks) for run, ranks in runs]
+    none = [(_with_blocks(run, False), ranks) for run, ranks in runs]
     both = sketch_all(source, [*every, *none], documents)
     found: list[Sketched | Exception] = []
     for (run, _), far, near in zip(runs, both, both[len(runs) :], strict=False):
-        blocks = run.offload.activation_blocks
+        blocks = _some_blocks(run)
         if blocks is not None and isinstance(far, Sketched):
             far = replace(far, near=near, far=blocks) if isinstance(near, Sketched) else near
         found.append(far)
     return found
 
 
-def _moved(run: Run, name: str, value: Any) -> Run:
-    return run.model_copy(update={"offload": run.offload.model_copy(update={name: value})})
+def _some_blocks(run: Run) -> int | None:
+    return run.recompute_blocks if run.recompute_blocks is not None else run.offload.activation_blocks
+
+
+def _with_blocks(run: Run, every: bool) -> Run:
+    """With all blocks recomputed (or with all inputs on the host), or with none."""
+    offload: dict[str, Any] = {"activation_blocks": None}
+    changes: dict[str, Any] = {"recompute_blocks": None}
+    if not every:
+        offload["activations"] = "none"
+        changes |= {"recompute": "none"} if run.recompute_blocks is not None else {}
+    return run.model_copy(update=changes | {"offload": run.offload.model_copy(update=offload)})
 
 
 def sketch_depths(config: object) -> tuple[tuple[int, ...], int]:

@@ -107,10 +107,10 @@ def build_model(
         tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compile)
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model)
     if run.recompute == "full":
-        for _, block in blocks:
+        for _, block in blocks[: run.recompute_blocks]:
             recompute(block)
     if run.offload.activations == "cpu":
-        place_inputs(blocks[: run.offload.activation_blocks], host=True, timer=timer)
+        place_inputs(blocks[: run.offload.activation_blocks or run.recompute_blocks], host=True, timer=timer)
     if run.compile:
         for _, block in blocks:
             block.forward = compiled(block.forward)  # inside of the hooks of sharding and recomputation

@@ -220,8 +220,8 @@ def activation_bytes(run: Run, sharded: ShardedModel) -> float:
     tokens = int(run.train.micro_batch_size) * run.data.sequence_length
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     block = tokens * (16 * config.hidden_size + 6 * inner)
-    blocks = (
-        config.num_hidden_layers * (block if run.recompute == "none" else 2 * tokens * config.hidden_size) + 2 * block
-    )
+    layers = config.num_hidden_layers
+    again = min(layers, run.recompute_blocks or layers) if run.recompute == "full" else 0
+    blocks = (layers - again) * block + again * 2 * tokens * config.hidden_size + 2 * block
     largest = max(sum(p.numel() for p in unit.parameters(recurse=True)) for unit in sharded.units[1:] or sharded.units)  # type: ignore[attr-defined]
     return float(blocks + 14 * tokens * config.vocab_size + 12 * largest)
