@@ -137,8 +137,8 @@ STAGES = (
 PLACES = (
     _rule("recompute_blocks", (f.SOME_RECOMPUTED, f.NO_RECOMPUTE), "no block is computed again",
           "add recompute: full, or leave it out"),
-    _rule("recompute_blocks", (f.SOME_RECOMPUTED, f.SCHEDULES), "counts the blocks of a whole model, not of a stage",
-          "leave it out"),
+    _rule("recompute_blocks", (f.SOME_RECOMPUTED, _others(f.SCHEDULES, f.ZBV)),
+          "counts the blocks of a whole model, not of a stage", "leave it out"),
     _rule("offload.activation_blocks", (f.SOME_BLOCKS, f.SOME_RECOMPUTED), "inputs leave of all that is recomputed",
           "leave one of the two out"),
     _rule("offload.activation_blocks", (f.SOME_BLOCKS, f.NO_ACTIVATIONS), "no block's input leaves the device",
