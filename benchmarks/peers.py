@@ -1,9 +1,10 @@
 """Tokens per second and memory on one GPU, ours and others', on the same work in the same call.
 
-    python benchmarks/peers.py OUT.json ROW [ROW…] [--who NAME[,NAME…]] [--kernels FILE]    on the machine with the GPU
-    python benchmarks/peers.py OUT.json                                                    prints what is in it
+    python benchmarks/peers.py OUT.json ROW [ROW…] [--who NAME[,NAME…]] [--rows N] [--kernels FILE]
+    python benchmarks/peers.py OUT.json                                prints what is in it
 
-Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora. Each contestant has a process of its own, random weights of Llama's shapes and
+Runs on the machine with the GPU. Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora; `--rows 4` takes so many sequences a step
+instead of the row's own. Each contestant has a process of its own, random weights of Llama's shapes and
 full sequences of 4,096 tokens, and takes a whole step: forward, backward, clipping off, update. MFU counts 6 FLOP per
 parameter and token (4 where the base is frozen) against 989 TFLOP/s. `--kernels` adds to a file what a step's kernels
 take. The others need liger-kernel, peft and torchao.
@@ -137,6 +138,7 @@ def measure(row: str, who: str) -> dict[str, Any]:
     import torch
 
     model, rows, flop, _ = ROWS[row]
+    rows = int(os.environ.get("SHARDWISE_ROWS", rows))
     step = CONTESTANTS[who](model, rows)
     for _ in range(3):
         step()
@@ -185,6 +187,8 @@ def main() -> None:
         os._exit(0)
     file, *rest = sys.argv[1:]
     only = rest.pop(rest.index("--who") + 1).split(",") if "--who" in rest else None
+    if "--rows" in rest:
+        os.environ["SHARDWISE_ROWS"] = rest.pop(rest.index("--rows") + 1)
     if "--kernels" in rest:
         os.environ["SHARDWISE_KERNELS"] = rest.pop(rest.index("--kernels") + 1)
     kept = Path(file)
@@ -198,7 +202,8 @@ def main() -> None:
             job = subprocess.run(command, capture_output=True, text=True, env=environment)
             line = next((x for x in job.stdout.splitlines() if x.startswith("RESULT ")), None)
             found = json.loads(line[7:]) if line else {"error": job.stderr.strip().splitlines()[-1:]}
-            results.setdefault(row, {})[who] = found
+            name = f"{row} of {os.environ['SHARDWISE_ROWS']}" if "SHARDWISE_ROWS" in os.environ else row
+            results.setdefault(name, {})[who] = found
             kept.write_text(json.dumps(results, indent=1))
             print(row, who, {k: v for k, v in found.items() if k in ("tokens_per_second", "error")}, flush=True)
     for row, found in results.items():

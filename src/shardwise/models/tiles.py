@@ -22,29 +22,27 @@ from shardwise.acting import compiled
 from shardwise.adapters.layers import is_linear
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks
+from shardwise.zero.units import children_of
 
 NEAR = 1e-4
 
 
 def tile_blocks(
     model: nn.Module, blocks: list[tuple[str, nn.Module]], tiny: Any, inputs: dict[str, Any], tile: int, fused: bool
-) -> list[str]:
+) -> None:
     """Lets the blocks' tokenwise parts go tile by tile; `tiny` is a small model of the kind and `inputs` are its.
 
-    Returns the parts' names. `fused`: blocks are compiled; so is then what computes a tile, each by itself.
+    `fused`: blocks are compiled; so is then what computes a tile, each by itself.
     """
     found = tokenwise(tiny, inputs)
     parts = [
-        (f"{name}.{key}", child) for name, block in blocks for key, child in _children(block)
-        if key in found and _plain(child)
+        child for _, block in blocks for key, child in children_of("", block) if key in found and _plain(child)
     ]  # fmt: skip
-    tiled = [name for name, _ in parts]
-    for child in (*(child for _, child in parts), *(m for name, m in _norms_outside(model) if name in found)):
-        child.forward = _Tiles(child, child.forward, tile, fused)  # type: ignore[method-assign]
-    if not any(_has_linear(child) for _, child in parts):
+    if not any(is_linear(module) for child in parts for module in child.modules()):
         problem = "no feed-forward part of this model's blocks can be computed some tokens at a time"
         raise UserError("tile", tile, problem, "leave it out")
-    return tiled
+    for child in (*parts, *(norm for name, norm in _norms_outside(model) if name in found)):
+        child.forward = _Tiles(child, child.forward, tile, fused)  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -65,7 +63,7 @@ def tokenwise(model: Any, inputs: dict[str, Any]) -> set[str]:
     training = model.training
     model.eval()
     for _, block in find_blocks(model):
-        handles += [child.register_forward_hook(look(key), with_kwargs=True) for key, child in _children(block)]
+        handles += [child.register_forward_hook(look(key), with_kwargs=True) for key, child in children_of("", block)]
     handles += [norm.register_forward_hook(look(name), with_kwargs=True) for name, norm in _norms_outside(model)]
     try:
         model(**inputs, use_cache=False)
@@ -88,15 +86,6 @@ def _is_tokenwise(child: Any, args: Any, kwargs: Any, output: Any) -> bool:
     return output.shape[2] <= x.shape[2] and bool(apart <= NEAR * output.abs().max())
 
 
-def _children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children by name; lists are seen through."""
-    for key, child in block.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield from ((f"{key}.{number}", one) for number, one in child.named_children())
-        else:
-            yield key, child
-
-
 def _norms_outside(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules with vectors for parameters that are in no block."""
     inside = tuple(f"{name}." for name, _ in find_blocks(model))
@@ -104,10 +93,6 @@ def _norms_outside(model: nn.Module) -> list[tuple[str, nn.Module]]:
         (name, module) for name, module in model.named_modules()
         if (own := list(module.parameters())) and all(p.ndim == 1 for p in own) and not name.startswith(inside)
     ]  # fmt: skip
-
-
-def _has_linear(child: nn.Module) -> bool:
-    return any(is_linear(module) for module in child.modules())
 
 
 def _plain(child: nn.Module) -> bool:

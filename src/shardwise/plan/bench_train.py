@@ -30,7 +30,7 @@ from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.observe.profile import REST, Profile, profile_step
 from shardwise.rehearse.batch import check_division
 from shardwise.rehearse.target import Target, aim_at
-from shardwise.verify.ranks import heeding_interrupts, stopped_by_sigterm
+from shardwise.verify.ranks import first_failure, heeding_interrupts, stopped_by_sigterm
 from shardwise.verify.ranks import ranks as started
 
 WARM_UP = 3
@@ -99,11 +99,8 @@ def measure(
         with started(run.precision, str(run.device), folder) as host, _told(folder / "progress", target, steps, say):
             check()
             found = host.ask(work | {"folder": str(folder / "ranks")})
-    failed = [one for one in found if "failed" in one]
-    if failed:
-        order = {"user": 0, "bug": 1, "lost": 2}
-        first = min(failed, key=lambda one: order[one["kind"]])
-        raise RunFailed(f"a rank failed: {first['failed']}")
+    if (failure := first_failure(found)) is not None:
+        raise RunFailed(f"a rank failed: {failure[1]['failed']}")
     rank, slowest = max(enumerate(found), key=lambda one: one[1]["seconds"])
     peak = peak_flops(slowest["device"], str(run.precision)) if run.device == "cuda" else None
     tokens = run.train.batch_size * run.data.sequence_length

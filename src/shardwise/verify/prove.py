@@ -24,7 +24,7 @@ from shardwise.train.job import Job, prepare_job
 from shardwise.verify.certificate import FAIL, OPEN, PASS, UNTRIED, Row
 from shardwise.verify.claims import BATCH, MODEL, PACKING, ROWS, Claim, Plan
 from shardwise.verify.compare import HALF, TIMES, Reference, rounding, together, wider
-from shardwise.verify.ranks import Ranks, unlaunched
+from shardwise.verify.ranks import Ranks, first_failure, unlaunched
 from shardwise.verify.sized import Sized, write_adapter
 
 PLAIN_TASKS = ("causal", "seq2seq", "masked", "classify")
@@ -203,9 +203,8 @@ class Prover:
         began = time.monotonic()
         found = ranks.ask(work | {"folder": str(folder)})
         seconds = time.monotonic() - began
-        if any("failed" in one for one in found):
-            order = {"user": 0, "bug": 1, "lost": 2}
-            rank, told = min(((r, o) for r, o in enumerate(found) if "failed" in o), key=lambda x: order[x[1]["kind"]])
+        if (failure := first_failure(found)) is not None:
+            rank, told = failure
             said = told["failed"] if told["kind"] == "user" else f"rank {rank} failed: {told['failed']}"
             return Row(claim, FAIL, why=said, seconds=seconds)
         names = json.loads(self._answer(claim.batch).with_suffix(".json").read_text())["names"]

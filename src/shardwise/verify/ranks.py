@@ -52,6 +52,13 @@ class Ranks:
         self._process.wait()
 
 
+def first_failure(found: list[dict[str, Any]]) -> tuple[int, dict[str, Any]] | None:
+    """Of ranks that failed, the one that tells most: those that lost a peer tell least."""
+    failed = [(rank, one) for rank, one in enumerate(found) if "failed" in one]
+    order = {"user": 0, "bug": 1, "lost": 2}
+    return min(failed, key=lambda one: order[one[1]["kind"]], default=None)
+
+
 @contextmanager
 def unlaunched() -> Iterator[None]:
     """Without what a launcher left in the environment: a proof brings its own ranks."""

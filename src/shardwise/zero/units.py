@@ -130,7 +130,7 @@ def _divide(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[Un
     units: list[Unit] = []
     stuck: set[nn.Module] = set()
     while (size := parts.bytes_of([module])) > bucket:
-        children = [(n, child) for n, child in _children(name, module) if parts.free(child) and child not in stuck]
+        children = [(n, child) for n, child in children_of(name, module) if parts.free(child) and child not in stuck]
         if not children:
             break  # what is left are parameters of its own, or tied ones
         key, child = max(children, key=lambda item: parts.bytes_of([item[1]]))
@@ -145,11 +145,11 @@ def _divide(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[Un
     return units
 
 
-def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def children_of(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Children by full name; lists are seen through, because nothing calls them and so they could gather nothing."""
     for key, child in module.named_children():
         inside = f"{name}.{key}" if name else key
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _children(inside, child)
+            yield from children_of(inside, child)
         else:
             yield inside, child
