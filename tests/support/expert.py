@@ -216,7 +216,7 @@ def loads(name: str) -> dict[str, Any]:
     """Tokens by expert, spread and not, with recomputation, and a summary."""
     case, mesh = tiny_case(name, "causal"), mesh_of(dist.get_world_size())
     plain, model = case.model(), case.model()
-    counted, parallel = count_loads(plain), spread_experts(model, mesh)
+    counted, parallel = count_loads(plain, torch.device("cpu")), spread_experts(model, mesh)
     assert counted is not None
     plain(**case.inputs(), use_cache=False).logits.sum().backward()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -582,6 +582,11 @@ class Run(Section):
         description="of packed rows: auto = document by document, without a mask; plain = as transformers does it, by "
         "a mask of the whole row",
     )
+    experts: Literal["auto", "plain"] = Field(
+        default="auto",
+        description="of routed experts: auto = sorted rows, neither kept nor scattered; plain = as "
+        "transformers does it",
+    )
     loss: Literal["auto", "plain"] = Field(
         default="auto",
         description="of next tokens: auto = by pieces, without ever making all logits; plain = from the whole of them",

@@ -74,7 +74,9 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
         raise _nothing(model)
     for name, module in found.items():
         _check(name, module, mesh.size())
-    loads = ExpertLoads({name: m for name, m in found.items() if style_of(m) is RoutedExperts})
+    loads = ExpertLoads(
+        {name: m for name, m in found.items() if style_of(m) is RoutedExperts}, torch.device(mesh.device_type)
+    )
     spread: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that layers share stays one
     for module in found.values():
         _divide(module, mesh, spread)
@@ -91,10 +93,10 @@ def is_spread(module: nn.Module) -> bool:
     return isinstance(module, SpreadExperts)
 
 
-def count_loads(model: nn.Module) -> ExpertLoads | None:
+def count_loads(model: nn.Module, device: torch.device) -> ExpertLoads | None:
     """Counts the tokens of each expert where nothing is spread; None where a model has no experts."""
     found = {name: module for name, module in find_experts(model).items() if style_of(module) is RoutedExperts}
-    return ExpertLoads(found) if found else None
+    return ExpertLoads(found, device) if found else None
 
 
 def _nothing(model: nn.Module) -> Refused:

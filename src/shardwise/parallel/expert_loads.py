@@ -20,17 +20,32 @@ class Balance:
     mean: float
 
 
+@torch.library.custom_op("shardwise::count_choices", mutates_args={"counts"})
+def _count_choices(counts: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Adds to `counts` how often each number was chosen; an operator, so that it breaks no compiled block's graph."""
+    # A graph task is under way: this is a forward that backward asked for again.
+    if torch._C._current_graph_task_id() == -1:
+        asked = (chosen < len(counts)).to(counts.dtype)
+        counts.scatter_add_(0, chosen.clamp(max=len(counts) - 1), asked)
+
+
+@_count_choices.register_fake
+def _(counts: torch.Tensor, chosen: torch.Tensor) -> None:
+    return None
+
+
 class ExpertLoads:
     """Counts the tokens that training sends to each expert; what is computed again in backward counts once.
 
     A rank counts the tokens that it was given, those of tensor parallelism whole.
     """
 
-    def __init__(self, experts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, experts: Mapping[str, nn.Module], device: torch.device) -> None:
         self.layers = list(experts)
         modules: list[Any] = list(experts.values())
         self._sizes = [int(m.num_experts) for m in modules]
-        self._counts: torch.Tensor | None = None  # layers × experts; made where the first tokens are
+        shape = len(self._sizes), max(self._sizes, default=0)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)  # layers × experts
         for row, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(row), with_kwargs=True)
 
@@ -39,15 +54,14 @@ class ExpertLoads:
 
         A layer with fewer experts than others has zeros at its end.
         """
-        counts = self._table(torch.device("cpu")).clone()
+        counts = self._counts.clone()
         if group is not None:
             dist.all_reduce(counts, group=group)
         return counts
 
     def reset(self) -> None:
         """Begins to count anew."""
-        if self._counts is not None:
-            self._counts.zero_()
+        self._counts.zero_()
 
     def balance(self, counts: torch.Tensor) -> Balance | None:
         """A summary of what was read, for the metrics; None where nothing was counted."""
@@ -55,23 +69,15 @@ class ExpertLoads:
         ratios = [float(row.max() / row.mean()) for row in rows if row.sum() > 0]
         return Balance(max(ratios), sum(ratios) / len(ratios)) if ratios else None
 
-    def _table(self, device: torch.device) -> torch.Tensor:
-        if self._counts is None:
-            self._counts = torch.zeros(len(self._sizes), max(self._sizes, default=0), dtype=torch.int64, device=device)
-        return self._counts
-
     def _hook(self, row: int) -> Any:
-        size = self._sizes[row]
+        counts = self._counts[row, : self._sizes[row]]
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A graph task is under way: this is a forward that backward asked for again.
-            if not module.training or torch._C._current_graph_task_id() != -1:
+            if not module.training:
                 return
             chosen = [*args, *kwargs.values()][1].detach()
             if isinstance(chosen, DTensor):
                 chosen = chosen.redistribute(chosen.device_mesh, [Replicate()]).to_local()
-            chosen = chosen.reshape(-1)
-            asked = (chosen < size).to(torch.int64)
-            self._table(chosen.device)[row].scatter_add_(0, chosen.clamp(max=size - 1), asked)
+            _count_choices(counts, chosen.reshape(-1))
 
-        return torch.compiler.disable(count)
+        return count

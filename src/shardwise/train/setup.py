@@ -26,6 +26,7 @@ from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.errors import UserError
 from shardwise.models.attention import install
 from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
+from shardwise.models.experts import use_grouped_experts
 from shardwise.models.float8 import use_float8
 from shardwise.models.tiles import tile_blocks
 from shardwise.models.weights import load_weights, new_parameters
@@ -92,6 +93,8 @@ def build_model(
         store_in_bf16(model)
     blocks, lookup, spread = find_blocks(model), only_looked_up(model), Spread(world)
     use_float8(model, blocks, run.fp8)
+    if run.experts == "auto":
+        use_grouped_experts(model)
     if run.parallel.tensor == 1:
         multiply_bases_in_float8(model, world.device)
     if run.parallel.beyond_data:
@@ -105,7 +108,7 @@ def build_model(
         case = tiny_case(source)
         small = case.model().float()
         tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compile)
-    spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model)
+    spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model, world.device)
     if run.recompute == "full":
         for _, block in blocks[: run.recompute_blocks]:
             recompute(block)
