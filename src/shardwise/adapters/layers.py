@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.adapters.lora_float8 import lora_float8
 from shardwise.adapters.lora_linear import FLOATS, lora_linear
 from shardwise.errors import UserError
-from shardwise.kernels.float8 import MULTIPLE, multiplies
+from shardwise.kernels.float8 import multiplies
+from shardwise.kernels.round_turned import MULTIPLE
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude", "ia3_l")  # of the parameters that adapters bring
 

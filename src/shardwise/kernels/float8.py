@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.acting import kind_of
+from shardwise.kernels.round_turned import MULTIPLE, round_both, round_turned
 
 Recipe = Literal["tensorwise", "rowwise"]
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # of NVIDIA's GPUs that have such products
-MULTIPLE = 16  # what the products' dimensions must be divisible by
 TINY = 1e-12  # below it a tensor counts as zero
 
 
@@ -40,23 +40,26 @@ class _Tensorwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x_scale, weight_scale = scale_of(x, FORWARD), scale_of(weight, FORWARD)
-        rounded = cast(x, x_scale, FORWARD)
+        if ctx.needs_input_grad[1]:  # the other layout is what its product will want, and all that is kept of x
+            rounded, turned = round_both(x, x_scale.reciprocal(), FORWARD)
+        else:
+            rounded, turned = cast(x, x_scale, FORWARD), None
         # The weight itself is kept, not its 8 bits: FSDP frees it and gathers it again in between.
-        ctx.save_for_backward(rounded, x_scale, weight, weight_scale)
+        ctx.save_for_backward(turned, x_scale, weight, weight_scale)
         return multiply(rounded, cast(weight, weight_scale, FORWARD).t(), x_scale, weight_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, x_scale, weight, weight_scale = ctx.saved_tensors
-        scale = scale_of(gradient, BACKWARD)
-        rounded = cast(gradient, scale, BACKWARD)
-        d_x = d_weight = None
+        x_turned, x_scale, weight, weight_scale = ctx.saved_tensors
+        scale, d_x, d_weight = scale_of(gradient, BACKWARD), None, None
+        if x_turned is None:
+            rounded = cast(gradient, scale, BACKWARD)
+        else:
+            rounded, turned = round_both(gradient, scale.reciprocal(), BACKWARD)
+            d_weight = multiply(turned, x_turned.t(), scale, x_scale, gradient.dtype)
         if ctx.needs_input_grad[0]:
-            columns = cast(weight, weight_scale, FORWARD).t().contiguous().t()
+            columns = round_turned(weight, weight_scale.reciprocal(), FORWARD).t()
             d_x = multiply(rounded, columns, scale, weight_scale, gradient.dtype)
-        if ctx.needs_input_grad[1]:
-            left, right = _long(rounded.t()), _long(x.t()).t()
-            d_weight = multiply(left, right, scale, x_scale, gradient.dtype)
         return d_x, d_weight
 
 
@@ -91,7 +94,7 @@ def scale_of(x: torch.Tensor, kind: torch.dtype, rows: bool = False) -> torch.Te
 def cast(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """x in units of its scale, rounded to 8 bits; row by row in memory."""
     most = torch.finfo(kind).max
-    return (x.float() / scale).clamp(-most, most).to(kind, memory_format=torch.contiguous_format)
+    return (x.float() * scale.reciprocal()).clamp(-most, most).to(kind, memory_format=torch.contiguous_format)
 
 
 def multiply(

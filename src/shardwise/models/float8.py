@@ -16,7 +16,8 @@ from torch import nn
 from shardwise.adapters.layers import is_transposed
 from shardwise.adapters.targets import find_targets, linear_modules
 from shardwise.errors import UserError
-from shardwise.kernels.float8 import MULTIPLE, Recipe, float8_linear
+from shardwise.kernels.float8 import Recipe, float8_linear
+from shardwise.kernels.round_turned import MULTIPLE
 
 if TYPE_CHECKING:
     from shardwise.config.schema import Fp8

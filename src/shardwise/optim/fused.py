@@ -48,19 +48,28 @@ def _code(size, random, MANTISSA: tl.constexpr, LEAST: tl.constexpr, TOP: tl.con
 
 
 @triton.jit
+def _inverse(scale):
+    """What a block's values are multiplied by: a division for each value would take longer than reading it.
+
+    Of a block that has all but decayed, whose inverse fp32 could not hold, the values count as zeros.
+    """
+    return tl.where(scale > 1e-37, 1.0 / scale, 1.0)[:, None]
+
+
+@triton.jit
 def _coded_first(
-    value, scale, index, seed, MANTISSA: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr, TOP: tl.constexpr
+    value, inverse, index, seed, MANTISSA: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr, TOP: tl.constexpr
 ):
-    x = value / tl.where(scale == 0, 1.0, scale)
+    x = value * inverse
     code = _code(tl.abs(x) + FLOOR, _noise(index, seed), MANTISSA, LEAST, TOP)
     return tl.where(x < 0, -code, code)
 
 
 @triton.jit
 def _coded_second(
-    value, scale, index, seed, MANTISSA: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr, TOP: tl.constexpr
+    value, inverse, index, seed, MANTISSA: tl.constexpr, LEAST: tl.constexpr, FLOOR: tl.constexpr, TOP: tl.constexpr
 ):
-    x = value / tl.where(scale == 0, 1.0, scale)
+    x = value * inverse
     return _code(tl.maximum(x, FLOOR), _noise(index, seed), MANTISSA, LEAST, TOP)
 
 
@@ -69,7 +78,7 @@ def _adamw(p, g, m, v, shrink, rate, beta1, beta2, root, eps):
     p = p * shrink
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
-    p = p - rate * m / (tl.sqrt(v) / root + eps)
+    p = p - rate * m / (tl.sqrt(v) * root + eps)
     return p, m, v
 
 
@@ -128,8 +137,8 @@ def _kernel_8bit(
     tl.store(scales1 + block, s1, there)
     tl.store(scales2 + block, s2, there)
     index = at + offset
-    c1 = _coded_first(m, s1[:, None], index, seed1, M1, LEAST1, FLOOR1, TOP1)
-    c2 = _coded_second(v, s2[:, None], index, seed2, M2, LEAST2, FLOOR2, TOP2)
+    c1 = _coded_first(m, _inverse(s1), index, seed1, M1, LEAST1, FLOOR1, TOP1)
+    c2 = _coded_second(v, _inverse(s2), index, seed2, M2, LEAST2, FLOOR2, TOP2)
     tl.store(codes1 + at, c1.to(tl.int8), mask)
     tl.store(codes2 + at, c2.to(tl.uint8), mask)
 
@@ -169,11 +178,13 @@ def _kernel_4bit(
     s2 = tl.max(tl.maximum(tl.where(mask_a, v_a, 0.0), tl.where(mask_b, v_b, 0.0)), 1) / PEAK2
     tl.store(scales1 + block, s1, there)
     tl.store(scales2 + block, s2, there)
-    c_a = _coded_first(m_a, s1[:, None], a + offset, seed1, M1, LEAST1, FLOOR1, TOP1)
-    c_b = tl.where(mask_b, _coded_first(m_b, s1[:, None], b + offset, seed1, M1, LEAST1, FLOOR1, TOP1), 0)
+    inverse = _inverse(s1)
+    c_a = _coded_first(m_a, inverse, a + offset, seed1, M1, LEAST1, FLOOR1, TOP1)
+    c_b = tl.where(mask_b, _coded_first(m_b, inverse, b + offset, seed1, M1, LEAST1, FLOOR1, TOP1), 0)
     tl.store(codes1 + byte, ((c_a & 15) | ((c_b & 15) << 4)).to(tl.uint8), mask_a)
-    c_a = _coded_second(v_a, s2[:, None], a + offset, seed2, M2, LEAST2, FLOOR2, TOP2)
-    c_b = tl.where(mask_b, _coded_second(v_b, s2[:, None], b + offset, seed2, M2, LEAST2, FLOOR2, TOP2), 0)
+    inverse = _inverse(s2)
+    c_a = _coded_second(v_a, inverse, a + offset, seed2, M2, LEAST2, FLOOR2, TOP2)
+    c_b = tl.where(mask_b, _coded_second(v_b, inverse, b + offset, seed2, M2, LEAST2, FLOOR2, TOP2), 0)
     tl.store(codes2 + byte, (c_a | (c_b << 4)).to(tl.uint8), mask_a)
 
 
@@ -199,7 +210,7 @@ def adamw(
             grad if scale is None else scale, first["codes"], first["scales"], second["codes"], second["scales"],
             rows, cols, per_row, wrapped(offset), wrapped(seeds[0]), wrapped(seeds[1]),
             1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), beta1, beta2,
-            (1 - beta2**hyper.step) ** 0.5, hyper.eps,
+            (1 - beta2**hyper.step) ** -0.5, hyper.eps,
             one.mantissa, one.least, one.floor, one.top, one.peak,
             two.mantissa, two.least, two.floor, two.top, two.peak,
             BLOCK, BLOCKS, low is not None, scale is not None, num_warps=8,

@@ -1,0 +1,95 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""A matrix rounded to 8 bits, turned over, and as it lies too: 8-bit products want their operands along the sum.
+
+A product's backward sums over other dimensions than its forward, so both layouts of most matrices are needed. A
+compiler makes them in two passes, each of which computes again what comes before, and writes the second across the
+grain. Here what comes before is made once, read once and written twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without
+    triton = None
+
+MULTIPLE = 16  # what 8-bit products' dimensions must be divisible by
+TILE, WARPS = 64, 4
+
+
+@torch.library.custom_op("shardwise::round_both", mutates_args=())
+def round_both(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x · inverse in 8 bits, as it lies (n, m) and turned over (m, n up to a multiple of 16, zeros at the end)."""
+    if _takes(x):
+        rows = torch.empty(x.shape, dtype=kind, device=x.device)
+        return rows, _launch(x, inverse, rows, kind)
+    rows = _rounded(x, inverse, kind)
+    return rows, _turned(rows)
+
+
+@round_both.register_fake
+def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=kind), x.new_empty(x.shape[1], _long(x.shape[0]), dtype=kind)
+
+
+@torch.library.custom_op("shardwise::round_turned", mutates_args=())
+def round_turned(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """x · inverse in 8 bits, turned over alone."""
+    return _launch(x, inverse, None, kind) if _takes(x) else _turned(_rounded(x, inverse, kind))
+
+
+@round_turned.register_fake
+def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    return x.new_empty(x.shape[1], _long(x.shape[0]), dtype=kind)
+
+
+def _rounded(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    most = torch.finfo(kind).max
+    return (x.float() * inverse).clamp(-most, most).to(kind, memory_format=torch.contiguous_format)
+
+
+def _turned(rows: torch.Tensor) -> torch.Tensor:
+    turned = rows.t().contiguous().view(torch.uint8)
+    return F.pad(turned, (0, _long(len(rows)) - len(rows))).view(rows.dtype)
+
+
+def _long(count: int) -> int:
+    return count + -count % MULTIPLE
+
+
+def _takes(x: torch.Tensor) -> bool:
+    return x.is_cuda and triton is not None and x.stride(1) == 1
+
+
+def _launch(x: torch.Tensor, inverse: torch.Tensor, rows: torch.Tensor | None, kind: torch.dtype) -> torch.Tensor:
+    count, width = x.shape
+    turned = torch.empty(width, _long(count), dtype=kind, device=x.device)
+    grid = (triton.cdiv(turned.shape[1], TILE), triton.cdiv(width, TILE))
+    with torch.cuda.device(x.device):
+        _round[grid](
+            x, inverse, turned if rows is None else rows, turned, count, width, turned.shape[1], x.stride(0),
+            torch.finfo(kind).max, rows is not None, TILE, num_warps=WARPS,
+        )  # fmt: skip
+    return turned
+
+
+if triton is not None:
+
+    @triton.jit
+    def _round(
+        x, inverse, rows, turned, count, width, long, stride, most, ROWS: tl.constexpr, TILE: tl.constexpr
+    ):  # fmt: skip
+        row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
+        column = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
+        inside = (row[:, None] < count) & (column[None, :] < width)
+        value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.clamp(value * tl.load(inverse), -most, most)
+        rounded = value.to(turned.dtype.element_ty)
+        if ROWS:
+            tl.store(rows + row[:, None] * width + column[None, :], rounded, mask=inside)
+        target = turned + column[:, None] * long + row[None, :]
+        tl.store(target, tl.trans(rounded), mask=(column[:, None] < width) & (row[None, :] < long))
