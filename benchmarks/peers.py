@@ -3,11 +3,11 @@
     python benchmarks/peers.py OUT.json ROW [ROW…] [--who NAME[,NAME…]] [--rows N] [--kernels FILE]
     python benchmarks/peers.py OUT.json                                prints what is in it
 
-Runs on the machine with the GPU. Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora; `--rows 4` takes so many sequences a step
-instead of the row's own. Each contestant has a process of its own, random weights of Llama's shapes and
-full sequences of 4,096 tokens, and takes a whole step: forward, backward, clipping off, update. MFU counts 6 FLOP per
-parameter and token (4 where the base is frozen) against 989 TFLOP/s. `--kernels` adds to a file what a step's kernels
-take. The others need liger-kernel, peft and torchao.
+Runs on the machine with the GPU. Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora, moe (12 layers of Qwen3-30B-A3B);
+`--rows 4` takes so many sequences a step instead of the row's own. Each contestant has a process of its own, random
+weights of the model's shapes and full sequences of 4,096 tokens, and takes a whole step: forward, backward, clipping
+off, update. MFU counts 6 FLOP per parameter that a token meets (4 where the base is frozen) against 989 TFLOP/s.
+`--kernels` adds to a file what a step's kernels take. The others need liger-kernel, peft and torchao.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ MODELS: dict[str, dict[str, Any]] = {
                    "tie_word_embeddings": True},
     "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                    "tie_word_embeddings": False},
+    "moe": {"model_type": "qwen3_moe", "max_position_embeddings": 40960, "vocab_size": 151936, "num_key_value_heads": 4,
+            "num_attention_heads": 32, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
+            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+            "num_hidden_layers": 12, "tie_word_embeddings": False},
 }  # fmt: skip
+ACTIVE = {"1b": 1.236e9, "8b": 8.03e9, "moe": 1.306e9}  # parameters that a token meets
 # Row: model, sequences a step, FLOP per parameter and token, contestants.
 FULL = ("hf-liger", "compiled-liger", "ours", "ours-8bit")
 ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
@@ -37,6 +42,7 @@ ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "8b-full": ("8b", 2, 6, FULL),
     "8b-fp8": ("8b", 2, 6, ("compiled-torchao", "ours-fp8", "ours-8bit-fp8")),
     "8b-lora": ("8b", 2, 4, ("peft-liger", "peft-best", "ours-lora", "ours-lora-fp8", "ours-qlora")),
+    "moe": ("moe", 4, 6, ("hf-loop", "hf-liger", "compiled-liger", "ours-plain-experts", "ours", "ours-8bit")),
 }
 
 Step = Callable[[], None]
@@ -76,7 +82,7 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
 
 
 def others(model: str, rows: int, *, liger: bool = False, compiled: bool = False, float8: bool = False,
-           adapters: str = "") -> Step:  # fmt: skip
+           adapters: str = "", experts: str = "grouped_mm") -> Step:  # fmt: skip
     """A plain loop over transformers' model, as the others' guides write it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,12 +90,15 @@ def others(model: str, rows: int, *, liger: bool = False, compiled: bool = False
     values = dict(MODELS[model])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        from liger_kernel import transformers as kernels_of
 
-        apply_liger_kernel_to_llama(rms_norm=not compiled, swiglu=not compiled, rope=not compiled)
+        swap = getattr(kernels_of, f"apply_liger_kernel_to_{config.model_type}")
+        swap(rms_norm=not compiled, swiglu=not compiled and config.model_type == "llama", rope=not compiled)
     with torch.device("cuda"):
         net: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     net.train()
+    if model == "moe":
+        net.set_experts_implementation(experts)
     if float8:
         from torchao.float8 import convert_to_float8_training
 
@@ -119,11 +128,13 @@ def others(model: str, rows: int, *, liger: bool = False, compiled: bool = False
 
 CONTESTANTS: dict[str, Callable[[str, int], Step]] = {
     "hf-liger": lambda m, n: others(m, n, liger=True),
+    "hf-loop": lambda m, n: others(m, n, liger=True, experts="eager"),
     "compiled-liger": lambda m, n: others(m, n, liger=True, compiled=True),
     "compiled-torchao": lambda m, n: others(m, n, liger=True, compiled=True, float8=True),
     "peft-liger": lambda m, n: others(m, n, liger=True, adapters="usual"),
     "peft-best": lambda m, n: others(m, n, liger=True, compiled=True, adapters="bf16"),
     "ours": lambda m, n: ours(m, n),
+    "ours-plain-experts": lambda m, n: ours(m, n, experts="plain"),
     "ours-8bit": lambda m, n: ours(m, n, train__optimizer="adamw8bit"),
     "ours-fp8": lambda m, n: ours(m, n, precision="fp8"),
     "ours-8bit-fp8": lambda m, n: ours(m, n, precision="fp8", train__optimizer="adamw8bit"),
@@ -156,9 +167,8 @@ def measure(row: str, who: str) -> dict[str, Any]:
         with Path(file).open("a") as out:
             out.write(f"{row} {who}, {seconds * 1e3:.1f} ms a step\n{kernels(step)}\n")
     speed = rows * LENGTH / seconds
-    parameters = {"1b": 1.236e9, "8b": 8.03e9}[model]
     return {
-        "tokens_per_second": speed, "mfu": speed * flop * parameters / PEAK,
+        "tokens_per_second": speed, "mfu": speed * flop * ACTIVE[model] / PEAK,
         "gib": torch.cuda.max_memory_allocated() / 2**30, "steps": steps, "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
