@@ -3,8 +3,8 @@
 transformers ask a registry how a stack of experts computes; this is an entry of it. Against the entry that they choose
 themselves, copies of tokens are gathered and added up by the order and its inverse in both directions (a plain index's
 backward scatters: it sorts again, and adds a row's copies one after the other), the router's weights are multiplied
-into what lies between the two products (which is narrower than what comes out), and so neither the products' results
-nor the sorted copies need be kept. All is plain torch: a compiled block fuses it with what stands around it.
+into what lies between the two products (which is narrower than what comes out), and of the sorted copies, their
+products and their mixtures only the result of the first product is kept for backward.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations import moe
 
 from shardwise.adapters.quantized_experts import is_experts
+from shardwise.kernels.grouped import grouped_product
+from shardwise.kernels.rows import copied_again, copied_rows, summed_rows
 
 NAME = "shardwise"
 
 
 def use_grouped_experts(model: nn.Module) -> list[str]:
     """Lets a model's stacks of experts compute so, where transformers would group them too; returns their names."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     stacks: dict[str, Any] = {name: module for name, module in model.named_modules() if is_experts(module)}
     chosen = {name: m for name, m in stacks.items() if m.config._experts_implementation in ("grouped_mm", NAME)}
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
     for module in chosen.values():
         module.config._experts_implementation = NAME
     return list(chosen)
@@ -39,66 +42,99 @@ def grouped_experts(module: Any, rows: torch.Tensor, experts: torch.Tensor, weig
     places = torch.arange(len(order), device=rows.device)
     inverse = torch.empty_like(order).scatter_(0, order, places)
     wide: Any = module.gate_up_proj if module.has_gate else module.up_proj
+    narrow: Any = module.down_proj
+    if not module.is_transposed:
+        wide, narrow = wide.transpose(-2, -1), narrow.transpose(-2, -1)
 
-    inside = _product(_Spread.apply(rows, order, inverse, copies), wide, ends, module.is_transposed)
+    inside: Any = _FirstProduct.apply(rows.to(wide.dtype), wide, order, inverse, ends, copies)
     if module.has_bias:
         bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         inside = inside + _Pick.apply(bias, ordered)
     inside = module._apply_gate(inside) if module.has_gate else module.act_fn(inside)
-    share = _Spread.apply(weights.reshape(-1, 1), order, inverse, 1)
-    out = _product((inside * share).to(rows.dtype), module.down_proj, ends, module.is_transposed)
+    share = _Permute.apply(weights.reshape(-1), order, inverse)[:, None]
+    out: Any = _Product.apply((inside * share).to(narrow.dtype), narrow, ends)
     if module.has_bias:
         out = out + (_Pick.apply(module.down_proj_bias, ordered) * share).to(out.dtype)
-    mixed: torch.Tensor = _Gather.apply(out, order, inverse, copies)
-    return mixed
+    mixed: torch.Tensor = _Mix.apply(out, order, inverse, copies)
+    return mixed.to(rows.dtype)
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, transposed: bool) -> torch.Tensor:
-    product: torch.Tensor = moe._grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), ends)
-    return product
-
-
-def _take(rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.Tensor:
-    return rows[order // copies if copies > 1 else order]
-
-
-def _add_up(rows: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
-    back = rows[inverse]
-    return back.view(-1, copies, rows.shape[-1]).sum(1) if copies > 1 else back
-
-
-class _Spread(torch.autograd.Function):
-    """A row's copies, sorted: row `order[i] // copies` for each i."""
+class _FirstProduct(torch.autograd.Function):
+    """Each row's copies, sorted, by the matrices of their experts; the copies are made anew in backward."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor,
+        ends: torch.Tensor, copies: int,
+    ) -> Any:  # fmt: skip
+        ctx.save_for_backward(rows, weight, order, inverse, ends)
         ctx.copies = copies
-        return _take(rows, order, copies)
+        return grouped_product(copied_rows(rows, order, copies), weight, ends)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        (inverse,) = ctx.saved_tensors
-        return _add_up(gradient, inverse, ctx.copies), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        rows, weight, order, inverse, ends = ctx.saved_tensors
+        d_rows = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_rows = summed_rows(_of_rows(gradient, weight, ends), inverse, ctx.copies)
+        if ctx.needs_input_grad[1]:
+            d_weight = _of_weight(copied_again(rows, order, ctx.copies), gradient, weight, ends)
+        return d_rows, d_weight, None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    """The sum of each row's copies, from sorted ones: `_Spread`'s backward, and the reverse."""
+class _Product(torch.autograd.Function):
+    """Sorted rows by the matrices of their experts."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(rows, weight, ends)
+        return grouped_product(rows, weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        rows, weight, ends = ctx.saved_tensors
+        d_rows = _of_rows(gradient, weight, ends) if ctx.needs_input_grad[0] else None
+        return d_rows, _of_weight(rows, gradient, weight, ends) if ctx.needs_input_grad[1] else None, None
+
+
+def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Any:
+    return grouped_product(gradient.contiguous(), weight.transpose(-2, -1), ends)
+
+
+def _of_weight(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Any:
+    """In the layout that the weight has in memory."""
+    if weight.stride(-1) == 1:
+        return grouped_product(rows.t(), gradient.contiguous(), ends)
+    return grouped_product(gradient.contiguous().t(), rows, ends).transpose(-2, -1)
+
+
+class _Mix(torch.autograd.Function):
+    """The sum of each row's copies, from sorted ones."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> Any:  # type: ignore[override]
         ctx.save_for_backward(order)
         ctx.copies = copies
-        return _add_up(rows, inverse, copies)
+        return summed_rows(rows, inverse, copies)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
-        return _take(gradient, order, ctx.copies), None, None, None
+        return copied_rows(gradient.contiguous(), order, ctx.copies), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """One value each, in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(inverse)
+        return values[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
 
 
 class _Pick(torch.autograd.Function):
@@ -111,7 +147,7 @@ class _Pick(torch.autograd.Function):
         return table[numbers]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (numbers,) = ctx.saved_tensors
         asked = numbers == torch.arange(ctx.rows, device=numbers.device)[:, None]
         return asked.to(gradient.dtype) @ gradient, None

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.optim.codecs import BLOCK, Blockwise, Parts, wrapped
 from shardwise.optim.rules import Hyper
 
-BLOCKS = 16  # blocks of 128 elements per program
+SHAPES = {8: (8, 2), 4: (16, 8)}  # bits: blocks of 128 elements per program, warps; by trying on an H200
 
 
 @triton.jit
@@ -204,8 +204,9 @@ def adamw(
     per_row = -(-cols // BLOCK)
     beta1, beta2 = hyper.betas
     kernel = _kernel_8bit if one.bits == 8 else _kernel_4bit
+    blocks, warps = SHAPES[one.bits]
     with torch.cuda.device(param.device) if param.is_cuda else torch.device("cpu"):
-        kernel[(triton.cdiv(rows * per_row, BLOCKS),)](
+        kernel[(triton.cdiv(rows * per_row, blocks),)](
             param if low is None else param.view(torch.int16), param if low is None else low, grad,
             grad if scale is None else scale, first["codes"], first["scales"], second["codes"], second["scales"],
             rows, cols, per_row, wrapped(offset), wrapped(seeds[0]), wrapped(seeds[1]),
@@ -213,5 +214,5 @@ def adamw(
             (1 - beta2**hyper.step) ** -0.5, hyper.eps,
             one.mantissa, one.least, one.floor, one.top, one.peak,
             two.mantissa, two.least, two.floor, two.top, two.peak,
-            BLOCK, BLOCKS, low is not None, scale is not None, num_warps=8,
+            BLOCK, blocks, low is not None, scale is not None, num_warps=warps,
         )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
+GROUPED = ("_grouped_mm", "grouped_product")  # the second: of kernels/grouped.py
 FLOAT8 = "lora_float8_product"  # of adapters/lora_float8.py
 BACKWARD = 2.5  # of attention, against its forward: five matrix products for two
 
@@ -25,7 +26,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=result))
-    if name == "_grouped_mm":
+    if name in GROUPED:
         left, right = args[0], args[1]
         return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
     return 0

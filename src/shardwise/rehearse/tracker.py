@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.acting import is_host
 from shardwise.models.build import find_blocks
-from shardwise.rehearse.flops import flops_of, workspace_of
+from shardwise.rehearse.flops import GROUPED, flops_of, workspace_of
 from shardwise.zero.account import Collective, collective_of
 
 ROUND = 512  # a GPU's allocator hands out multiples of it
@@ -229,7 +229,7 @@ class Tracker(TorchDispatchMode):
             matrices = [t for t in given if t.ndim >= 2]
             left, right = matrices[:2] if name == "_scaled_mm" else matrices[-2:]
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[-1])
-        elif flops and name == "_grouped_mm" and len(given) > 1:
+        elif flops and name in GROUPED and len(given) > 1:
             groups = given[1].shape[0] if given[1].ndim == 3 else max(1, given[-1].numel())
             shape = (given[0].numel() // given[0].shape[-1] // groups, given[0].shape[-1], given[1].shape[-1])
         elif flops and ("attn" in name or "attention" in name):

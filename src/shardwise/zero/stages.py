@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.acting import kind_of
+from shardwise.kernels.squares import norm_of_all
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
 from shardwise.zero.integers import leave_integers_alone
@@ -138,9 +139,7 @@ class ShardedModel:
                 dist.all_reduce(square, group=self.mesh["shard"].get_group())
             return square.sqrt().float()
         if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
-            norms = torch._foreach_norm([local_of(g) for g in gradients], 2, torch.float32)
-            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-            return total
+            return norm_of_all([local_of(g) for g in gradients])
         norm = nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
