@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch._functorch.config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor
 
 _HOST: WeakSet[torch.UntypedStorage] = WeakSet()
@@ -29,9 +30,23 @@ def stands_in() -> bool:
     return _acted == "cuda"
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By inductor; a rehearsal launches no kernels, but keeps what compiled code keeps."""
-    return torch.compile(function, backend="aot_eager_decomp_partition" if stands_in() else "inductor")
+def compiled(function: Callable[..., Any], light: bool = False) -> Callable[..., Any]:
+    """By inductor; a rehearsal launches no kernels, but keeps what compiled code keeps.
+
+    `light`: what costs a pass over memory at most (norms, activation functions) is computed again in backward even
+    where a product there wants all of it; of itself the compiler keeps such inputs of products.
+    """
+    made: Callable[..., Any] = torch.compile(
+        function, backend="aot_eager_decomp_partition" if stands_in() else "inductor"
+    )
+    if not light:
+        return made
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(ban_recompute_materialized_backward=False):  # read when the graph is made
+            return made(*args, **kwargs)
+
+    return call
 
 
 def indices_where(mask: torch.Tensor) -> torch.Tensor:

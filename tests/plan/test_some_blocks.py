@@ -42,12 +42,13 @@ def test_a_sketch_foresees_the_mix(blocks: int) -> None:
     assert few.peak == pytest.approx(whole.peak, rel=0.01) and flops[1] == pytest.approx(flops[0], rel=1e-3)
 
 
-def test_as_few_as_fit() -> None:
-    def on(gib: float, **changes: Any) -> Any:
-        cluster = cluster_of("h200", 1, 1)
-        cluster = replace(cluster, device=replace(cluster.device, memory=gib * 2**30))
-        return estimate(SOURCE, a_run(**changes), cluster)
+def on(gib: float, **changes: Any) -> Any:
+    cluster = cluster_of("h200", 1, 1)
+    cluster = replace(cluster, device=replace(cluster.device, memory=gib * 2**30))
+    return estimate(SOURCE, a_run(**changes), cluster)
 
+
+def test_as_few_as_fit() -> None:
     every, none = on(100), on(100, recompute="none")
     assert every.peak < 0.6 * none.peak
     middle = (every.peak + none.peak) / 2 / 2**30 * 1.03
@@ -57,6 +58,19 @@ def test_as_few_as_fit() -> None:
     assert every.time.seconds > found.time.seconds > none.time.seconds
     assert found.model_flops == pytest.approx(none.model_flops, rel=2e-2)
     assert fewest_recomputed(SOURCE, on(every.peak / 2**30 * 1.031))[1] in (None, 9)
+
+
+def test_lightly_where_that_is_enough() -> None:
+    """Compiled blocks compute activation functions and norms again: much less is kept for hardly more time."""
+    none, light, full = (on(100, compile=True, recompute=kind) for kind in ("none", "light", "full"))
+    print(f"\n{[(one.peak, one.time.seconds) for one in (none, light, full)]}")
+    assert full.peak < light.peak < 0.85 * none.peak
+    assert none.time.seconds < light.time.seconds < 1.04 * none.time.seconds < full.time.seconds
+    room = (light.peak + 0.2 * (none.peak - light.peak)) / 2**30 * 1.03
+    found, blocks = fewest_recomputed(SOURCE, on(room, compile=True))
+    assert found.run.recompute == "light" and blocks is None and found.fits
+    found, blocks = fewest_recomputed(SOURCE, on(light.peak * 0.9 / 2**30, compile=True))
+    assert found.run.recompute == "full"
 
 
 def test_training_is_the_same(tmp_path: Path) -> None:

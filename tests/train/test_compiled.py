@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qlora": {"method": "qlora"},
     "base in fp8": {"method": {"type": "qlora", "bits": "fp8"}},
     "recomputed": {"recompute": "full"},
+    "recomputed lightly": {"recompute": "light"},
     "experts": {"model": {"config": QWEN3_MOE, "tokenizer": "none"}, "precision": "bf16"},
 }
 

@@ -565,9 +565,10 @@ class Run(Section):
         default=Fp8(), description="linear layers in 8 bits beside bf16: tensorwise or rowwise, or settings of its own"
     )
     loss_scale: LossScale = Field(default=LossScale(), description="loss scaling; for precision: fp16 alone")
-    recompute: Literal["auto", "none", "full"] = Field(
+    recompute: Literal["auto", "none", "light", "full"] = Field(
         default="none",
-        description="full = keep only block inputs, compute the rest again; auto = of as many blocks as it must be",
+        description="light = compute again what costs next to nothing (needs compile); full = keep only block inputs, "
+        "compute the rest again; auto = as little as memory asks for: none, light, or full of some blocks",
     )
     recompute_blocks: Count | None = Field(
         default=None, description="of how many blocks the rest is computed again, the first ones; default: of all"

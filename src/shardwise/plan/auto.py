@@ -58,13 +58,15 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
         place(values, path, value)
     values["parallel"]["auto"] = False
     best, blocks = plan.best.estimate, None
+    if again == "light":
+        values["recompute"] = "light"
     if again == "auto" and best.run.recompute == "full":
         say("planning how much to recompute")
         best, blocks = fewest_recomputed(source, best)
-        values["recompute_blocks"] = blocks
+        values |= {"recompute": best.run.recompute, "recompute_blocks": blocks}
     result.run = Run.model_validate(values)
     some = f", of the first {blocks} blocks" if blocks is not None else ""
-    why = f"{told(plan.best.strategy)}{some}: {headline(best)}"
+    why = f"{told(plan.best.strategy, values['recompute'])}{some}: {headline(best)}"
     result.reasons["parallel" if parallel.auto else "recompute"] = why
     for line in (why, *reasons(plan)):
         say(line)
@@ -72,12 +74,16 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
 
 
 def fewest_recomputed(source: ModelSource, found: Estimate) -> tuple[Estimate, int | None]:
-    """What fits with all blocks recomputed, with as few as still fit, and how many; None = all.
+    """What fits with all blocks recomputed, with as few as still fit, and how many; None = all, or none but lightly.
 
     Memory grows evenly from all to none (plan/sketch.py), so that two estimates say where the line is.
     """
     run, cluster = found.run, found.cluster
     layers = int(getattr(source.config.get_text_config(), "num_hidden_layers", 0))
+    if run.compile and run.offload.activations == "none":
+        lightly = estimate(source, run.model_copy(update={"recompute": "light"}), cluster)
+        if lightly.fits:
+            return lightly, None
     if run.parallel.pipeline > 1 or run.offload.activations != "none" or source.config.is_encoder_decoder or layers < 2:
         return found, None
     free = estimate(source, run.model_copy(update={"recompute": "none"}), cluster)

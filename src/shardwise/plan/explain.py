@@ -123,9 +123,10 @@ def _alternatives(plan: Plan) -> Iterator[str]:
         yield f"next best: {told(other.strategy)}: {how}, {size}."
 
 
-def told(s: Strategy) -> str:
-    """A strategy with its micro-batch."""
-    return f"{s.name()}, micro-batch {s.micro}{', recompute full' if s.recompute else ''}"
+def told(s: Strategy, recompute: str | None = None) -> str:
+    """A strategy with its micro-batch, and how much is computed again where that is not all."""
+    again = recompute or ("full" if s.recompute else "none")
+    return f"{s.name()}, micro-batch {s.micro}{'' if again == 'none' else f', recompute {again}'}"
 
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:

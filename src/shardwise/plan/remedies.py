@@ -78,13 +78,14 @@ def _changes(run: Run, cluster: Cluster, fewer: list[int]) -> Iterator[tuple[dic
     """One change at a time, then several together."""
     micro, zero = int(run.train.micro_batch_size), run.parallel.zero
     less: dict[str, Any] = {"train.micro_batch_size": 1} if micro > 1 else {}
-    again: dict[str, Any] = {"recompute": "full"} if run.recompute == "none" else {}
+    again: dict[str, Any] = {"recompute": "full"} if run.recompute in ("none", "light") else {}
+    lightly: dict[str, Any] = {"recompute": "light"} if run.recompute == "none" and run.compile else {}
     spread = cluster.ranks // (run.parallel.pipeline * run.parallel.tensor)
     most: dict[str, Any] = {"parallel.zero": 3} if zero < 3 and spread > 1 else {}
     plain = run.method.type == "full"
     for rows in fewer:
         yield {"train.micro_batch_size": rows}, True
-    for one in (again, less, most):
+    for one in (lightly, again, less, most):
         if one:
             yield one, True
     if zero < 2 and spread > 1:

@@ -116,7 +116,9 @@ def build_model(
         place_inputs(blocks[: run.offload.activation_blocks or run.recompute_blocks], host=True, timer=timer)
     if run.compile:
         for _, block in blocks:
-            block.forward = compiled(block.forward)  # inside of the hooks of sharding and recomputation
+            block.forward = compiled(
+                block.forward, run.recompute == "light"
+            )  # inside of the hooks of sharding and recomputation
     if spread.experts is not None:
         shard_experts(spread.experts, world, run.parallel.zero, run.precision)
     whole = keeps_whole(run, world)

@@ -130,8 +130,10 @@ def _accumulates(run: Run) -> bool:
 def _add_local(run: Run, claims: list[Claim], one: dict[str, Any], half: Bounds, base: str) -> None:
     """What a rank does by itself."""
     if run.recompute != "none":
-        settings = one | {"recompute": run.recompute}
-        claims.append(Claim("recompute", "blocks computed again in backward", settings, bounds=half, rests_on=(base,)))
+        light = run.recompute == "light"
+        settings = one | {"recompute": run.recompute} | ({"compile": True} if light else {})
+        told = "what is cheap of blocks computed again in backward" if light else "blocks computed again in backward"
+        claims.append(Claim("recompute", told, settings, bounds=half, rests_on=(base,)))
     if run.compile:
         claims.append(Claim("compile", "blocks compiled", one | {"compile": True}, bounds=half, rests_on=(base,)))
     if run.train.in_backward:

@@ -88,6 +88,7 @@ PARAMETERS = tuple(
 )  # fmt: skip
 ACTIVATIONS = Feature("offload.activations", "offload.activations", "cpu", company={"recompute": "full"})
 RECOMPUTE = Feature("recompute: full", "recompute", "full")
+LIGHT = Feature("recompute: light", "recompute", "light", company={"compile": True})
 COMPILE = Feature("compile", "compile", True)
 
 PRECISIONS = _choice("precision", "fp32", "bf16", "fp16", numbers="other")
@@ -146,8 +147,8 @@ CPU, CUDA = _choice("device", "cpu", "cuda", numbers="other")
 
 FEATURES = (
     *ZERO, SHARD, SECONDARY, QUANTIZE_WEIGHTS, QUANTIZE_GRADIENTS, BUCKET, *STATES, *PARAMETERS, ACTIVATIONS, RECOMPUTE,
-    COMPILE, *PRECISIONS, *FP8, *OPTIMIZERS, BF16_STATES, SPLIT_MASTERS, IN_BACKWARD, FULL, *ADAPTERS, *OBJECTIVES,
-    PACKING, *AXES, CPU, CUDA,
+    LIGHT, COMPILE, *PRECISIONS, *FP8, *OPTIMIZERS, BF16_STATES, SPLIT_MASTERS, IN_BACKWARD, FULL, *ADAPTERS,
+    *OBJECTIVES, PACKING, *AXES, CPU, CUDA,
 )  # fmt: skip
 
 

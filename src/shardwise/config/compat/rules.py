@@ -135,16 +135,18 @@ STAGES = (
 )  # fmt: skip
 
 PLACES = (
-    _rule("recompute_blocks", (f.SOME_RECOMPUTED, f.NO_RECOMPUTE), "no block is computed again",
-          "add recompute: full, or leave it out"),
+    _rule("recompute", (f.LIGHT, f.EAGER), "the compiler knows what is cheap to compute again, and nothing is compiled",
+          "add compile: true, or use recompute: full"),
+    _rule("recompute_blocks", (f.SOME_RECOMPUTED, (f.NO_RECOMPUTE, f.LIGHT)), "no block is computed again",
+          "use recompute: full, or leave it out"),
     _rule("recompute_blocks", (f.SOME_RECOMPUTED, _others(f.SCHEDULES, f.ZBV)),
           "counts the blocks of a whole model, not of a stage", "leave it out"),
     _rule("offload.activation_blocks", (f.SOME_BLOCKS, f.SOME_RECOMPUTED), "inputs leave of all that is recomputed",
           "leave one of the two out"),
     _rule("offload.activation_blocks", (f.SOME_BLOCKS, f.NO_ACTIVATIONS), "no block's input leaves the device",
           "add offload.activations: cpu, or leave it out"),
-    _rule("offload.activations", (f.ACTIVATIONS, f.NO_RECOMPUTE),
-          "moves what recomputation keeps, but recompute is {recompute}", "add recompute: full"),
+    _rule("offload.activations", (f.ACTIVATIONS, (f.NO_RECOMPUTE, f.LIGHT)),
+          "moves what recomputation keeps, but recompute is {recompute}", "use recompute: full"),
     _rule("offload.optimizer", (f.STATES, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
           "{train.optimizer} looks at whole matrices; states leave the device in pieces",
           f"use optimizer: {named(f.ELEMENTWISE)}, or offload none"),
