@@ -51,7 +51,7 @@ def peft(size: str, method: str, settings: list[str]) -> None:
 
         apply_liger_kernel_to_llama(model=model)
     if method == "qlora":
-        model = _quantized(model)
+        model = in_bitsandbytes(model)
     model.config.use_cache = False
     model = get_peft_model(
         model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", lora_dropout=0.0)
@@ -84,7 +84,7 @@ def peft(size: str, method: str, settings: list[str]) -> None:
     }), flush=True)  # fmt: skip
 
 
-def _quantized(model: Any) -> Any:
+def in_bitsandbytes(model: Any) -> Any:
     """Its linear layers but the head as bitsandbytes keeps them, NF4 with double quantisation."""
     import bitsandbytes as bnb
 

@@ -1,10 +1,10 @@
 """The loss of training in 8 bits beside that in 16: the same model, text, order and steps.
 
-    python benchmarks/float8_loss.py OUT.json [KEY=VALUE…]
+    python benchmarks/float8_loss.py OUT.json [KIND…] [KEY=VALUE…]
 
 The text is the source of Python's standard library, of which modules that begin with u to z are held out; the model a
-Llama of 230M parameters with fresh weights, the tokenizer trained on the spot. Prints for each precision the mean loss
-of the last 20 steps and the held-out loss, and how far they are from those in bf16.
+Llama of 230M parameters with fresh weights, the tokenizer trained on the spot. Kinds: bf16, fp8, "fp8 by rows".
+Prints for each the mean loss of the last 20 steps and the held-out loss, and how far they are from those in bf16.
 """
 
 from __future__ import annotations
@@ -79,11 +79,13 @@ def train(folder: Path, name: str, files: dict[str, str], more: list[str]) -> di
 
 def main() -> None:
     out, *more = sys.argv[1:]
+    kinds = [kind for kind in KINDS if kind in more] or list(KINDS)
+    more = [one for one in more if one not in KINDS]
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
         files = prepare(folder)
-        for name in KINDS:
+        for name in kinds:
             results[name] = train(folder, name, files, more)
             Path(out).write_text(json.dumps(results, indent=1))
             beside = {key: results[name][key] / results["bf16"][key] - 1 for key in ("last", "held_out")}

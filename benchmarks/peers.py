@@ -7,7 +7,7 @@ Runs on the machine with the GPU. Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora, moe (
 `--rows 4` takes so many sequences a step instead of the row's own. Each contestant has a process of its own, random
 weights of the model's shapes and full sequences of 4,096 tokens, and takes a whole step: forward, backward, clipping
 off, update. MFU counts 6 FLOP per parameter that a token meets (4 where the base is frozen) against 989 TFLOP/s.
-`--kernels` adds to a file what a step's kernels take. The others need liger-kernel, peft and torchao.
+`--kernels` adds to a file what a step's kernels take. The others need liger-kernel, peft, torchao and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "1b-full": ("1b", 8, 6, FULL),
     "8b-full": ("8b", 2, 6, FULL),
     "8b-fp8": ("8b", 2, 6, ("compiled-torchao", "ours-fp8", "ours-8bit-fp8")),
-    "8b-lora": ("8b", 2, 4, ("peft-liger", "peft-best", "ours-lora", "ours-lora-fp8", "ours-qlora")),
+    "8b-lora": (
+        "8b",
+        2,
+        4,
+        ("peft-liger", "peft-best", "ours-lora", "ours-lora-fp8", "ours-qlora", "peft-bnb", "ours-qlora-fp8"),
+    ),
     "moe": ("moe", 4, 6, ("hf-loop", "hf-liger", "compiled-liger", "ours-plain-experts", "ours", "ours-8bit")),
 }
 
@@ -82,7 +87,7 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
 
 
 def others(model: str, rows: int, *, liger: bool = False, compiled: bool = False, float8: bool = False,
-           adapters: str = "", experts: str = "grouped_mm") -> Step:  # fmt: skip
+           adapters: str = "", experts: str = "grouped_mm", packed: bool = False) -> Step:  # fmt: skip
     """A plain loop over transformers' model, as the others' guides write it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -103,6 +108,10 @@ def others(model: str, rows: int, *, liger: bool = False, compiled: bool = False
         from torchao.float8 import convert_to_float8_training
 
         convert_to_float8_training(net, module_filter_fn=lambda module, name: "lm_head" not in name)
+    if packed:
+        from adapters import in_bitsandbytes
+
+        net = in_bitsandbytes(net)
     inner = net
     if adapters:
         from peft import LoraConfig, get_peft_model
@@ -133,6 +142,7 @@ CONTESTANTS: dict[str, Callable[[str, int], Step]] = {
     "compiled-torchao": lambda m, n: others(m, n, liger=True, compiled=True, float8=True),
     "peft-liger": lambda m, n: others(m, n, liger=True, adapters="usual"),
     "peft-best": lambda m, n: others(m, n, liger=True, compiled=True, adapters="bf16"),
+    "peft-bnb": lambda m, n: others(m, n, liger=True, adapters="bf16", packed=True),
     "ours": lambda m, n: ours(m, n),
     "ours-plain-experts": lambda m, n: ours(m, n, experts="plain"),
     "ours-8bit": lambda m, n: ours(m, n, train__optimizer="adamw8bit"),
@@ -141,6 +151,7 @@ CONTESTANTS: dict[str, Callable[[str, int], Step]] = {
     "ours-lora": lambda m, n: ours(m, n, method="lora"),
     "ours-lora-fp8": lambda m, n: ours(m, n, method={"type": "qlora", "bits": "fp8"}),
     "ours-qlora": lambda m, n: ours(m, n, method="qlora"),
+    "ours-qlora-fp8": lambda m, n: ours(m, n, method={"type": "qlora", "multiply": "fp8"}, recompute="light"),
 }
 
 

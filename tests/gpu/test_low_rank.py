@@ -46,16 +46,16 @@ def test_turns_bytes_over(shape: tuple[int, int]) -> None:
     assert torch.equal(transposed_bytes(x), x.t())
 
 
-@pytest.mark.parametrize("packed", [None, "nf4", "fp8"])
+@pytest.mark.parametrize(("packed", "wanted"), [(None, "auto"), ("nf4", "auto"), ("fp8", "auto"), ("nf4", "fp8")])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_and_its_gradients(packed: Bits | None, compiled: bool) -> None:
+def test_a_layer_and_its_gradients(packed: Bits | None, wanted: str, compiled: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 384, bias=True)).cuda().bfloat16().requires_grad_(False)
     if packed:
         quantize_linears(model, lambda name, module: True, packed)
     attach_lora(model[0], (256, 384), 16, 0.7)
     layer = model[0]
-    multiply_bases_in_float8(model, torch.device("cuda"))
+    multiply_bases_in_float8(model, torch.device("cuda"), wanted)
     layer.lora_A.data, layer.lora_B.data = (torch.randn_like(p).bfloat16() / 16 for p in (layer.lora_A, layer.lora_B))
     x, gradient = (
         torch.randn(2, 3, 65, 256, device="cuda").bfloat16(),
@@ -67,15 +67,15 @@ def test_a_layer_and_its_gradients(packed: Bits | None, compiled: bool) -> None:
     weight = (dequantized(layer, torch.bfloat16) if packed else layer.weight).double()
     a, b = (p.detach().double().requires_grad_() for p in (layer.lora_A, layer.lora_B))
     z = x.detach().double().requires_grad_()
-    wanted = z @ weight.t() + layer.bias.double() + 0.7 * (z @ a.t()) @ b.t()
-    wanted.backward(gradient.double())
+    right_one = z @ weight.t() + layer.bias.double() + 0.7 * (z @ a.t()) @ b.t()
+    right_one.backward(gradient.double())
     pairs = {
-        "y": (y, wanted),
+        "y": (y, right_one),
         "x": (x.grad, z.grad),
         "a": (layer.lora_A.grad, a.grad),
         "b": (layer.lora_B.grad, b.grad),
     }
     for name, (found, right) in pairs.items():
         assert found is not None and right is not None
-        rounded = packed == "fp8" and name in "xy"  # inputs in 8 bits; what is learned is not
-        assert (found.double() - right).norm() <= (0.04 if rounded else 0.01) * right.norm(), name
+        rounded = "fp8" in (packed, wanted) and name in "xy"  # inputs in 8 bits; what is learned is not
+        assert (found.double() - right).norm() <= (0.05 if rounded else 0.01) * right.norm(), name

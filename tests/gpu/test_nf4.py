@@ -117,3 +117,17 @@ def test_stages_equal_one_rank(tmp_path: Path) -> None:
     for result in run_ranks(scenarios.train, 2, runs, "nf4", True):
         for outcome in result:
             assert max(abs(a - b) for a, b in zip(outcome["losses"], one["losses"], strict=True)) <= 2e-2
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("shape", [(96, 256), (33, 200), (4096, 4096)])
+def test_nf4_as_fp8(shape: tuple[int, int], double: bool) -> None:
+    """The kernel's numbers are the reference's but for values that rounding puts on the other side of an edge."""
+    form, x = RowFormat(shape[1], "nf4", double), torch.randn(shape, device="cuda")
+    packed = dispatch.quantize(x * torch.rand(shape[0], 1, device="cuda").exp(), form)
+    (found, scales), (wanted, right) = dispatch.as_float8(packed, form), reference.as_float8(packed.cpu(), form)
+    assert torch.allclose(scales.cpu(), right, rtol=1e-5)
+    assert torch.equal(scales, dispatch.float8_scales(packed, form))
+    off = found.cpu().float() != wanted.float()
+    assert off.float().mean() < 1e-3
+    assert (found.cpu().float() - wanted.float()).abs().max() <= 32

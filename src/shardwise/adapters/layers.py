@@ -62,7 +62,7 @@ class LoraLayer(AdapterLayer):
         if self.lora_form and not self.lora_dropout and self.lora_magnitude is None and not self._base_learns():
             parts = self.weight, self.bias, self.lora_A, self.lora_B
             if self.training and self.base_in_float8:
-                out = lora_float8(flat, *parts, self.lora_scale, self.lora_form[1])
+                out = lora_float8(flat, *parts, self.lora_scale, *self.lora_form[1:])
             else:
                 out, _ = lora_linear(flat, *parts, self.lora_scale, *self.lora_form)
             return out.view(*x.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
@@ -173,11 +173,15 @@ def attach_lora(
     layer.lora_scale, layer.lora_dropout, layer.lora_form = scale, dropout, form
 
 
-def multiply_bases_in_float8(model: nn.Module, device: torch.device) -> None:
-    """Lets layers with LoRA over a base in fp8 multiply with it as it lies, where the device and its shape allow."""
+def multiply_bases_in_float8(model: nn.Module, device: torch.device, wanted: str = "auto") -> None:
+    """Lets layers with LoRA over a base in few bits multiply in fp8, where that is wanted and device and shape allow.
+
+    `wanted`: auto = a base in fp8, as it lies; fp8 = one in nf4 too, which becomes fp8 in passing; plain = none.
+    """
+    kinds = {"auto": ("fp8",), "fp8": ("fp8", "nf4"), "plain": ()}[wanted]
     for _, layer in adapter_layers(model):
         transposed, columns, bits, _ = getattr(layer, "lora_form", None) or (False, *FLOATS)
-        fits = bits == "fp8" and not transposed and not columns % MULTIPLE and not len(layer.weight) % MULTIPLE
+        fits = bits in kinds and not transposed and not columns % MULTIPLE and not len(layer.weight) % MULTIPLE
         layer.base_in_float8 = fits and multiplies(device)
 
 

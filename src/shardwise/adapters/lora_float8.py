@@ -1,4 +1,4 @@
-"""W x + scale · B A x over a frozen W in fp8, which is multiplied as it lies: no weight is unpacked.
+"""W x + scale · B A x over a frozen W in fp8, which is multiplied as it lies, or in nf4, which becomes fp8 in passing.
 
 Inputs are rounded to 8 bits with a scale for each row, the weight has one for each output. The product itself knows no
 scales, which lets the fastest kernel make it; they are applied in the pass that adds the adapter's part anyway. In
@@ -10,42 +10,44 @@ Rounding is plain torch outside of the operators, so that a compiled block fuses
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from shardwise.kernels.float8 import FORWARD, cast, multiply, scale_of
+from shardwise.kernels import float8
+from shardwise.kernels.float8 import FORWARD, multiply, scale_of
 from shardwise.kernels.low_rank import scale_and_add_low_rank_
-from shardwise.kernels.nf4 import RowFormat
-from shardwise.kernels.nf4_reference import row_scales
+from shardwise.kernels.nf4 import Bits, RowFormat, as_float8, float8_scales
 from shardwise.kernels.transpose import transposed_bytes
 
 
 def lora_float8(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
-    columns: int,
+    columns: int, bits: str = "fp8", double: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """The layer's output for (tokens, in); `packed` has rows of RowFormat(columns, "fp8"), one for each output."""
-    out: torch.Tensor = _LoraFloat8.apply(x, packed, a, b, scale, columns)
+    """The layer's output for (tokens, in); `packed` has rows of RowFormat(columns, bits, double) for each output."""
+    out: torch.Tensor = _LoraFloat8.apply(x, packed, a, b, scale, columns, bits, double)
     return out if bias is None else out + bias
 
 
 class _LoraFloat8(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, packed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, columns: int
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, columns: int,
+        bits: str, double: bool,
+    ) -> torch.Tensor:  # fmt: skip
         low = x @ a.t()
-        ctx.scale, ctx.columns = scale, columns
+        ctx.scale, ctx.form = scale, (columns, bits, double)
         ctx.save_for_backward(x, low, packed, a, b)
         rows = scale_of(x, FORWARD, rows=True)
-        out: torch.Tensor = float8_product(cast(x, rows, FORWARD), rows, packed, low, b, scale, columns, False, x.dtype)
+        rounded = float8.cast(x, rows, FORWARD)
+        out: torch.Tensor = float8_product(rounded, rows, packed, low, b, scale, *ctx.form, False, x.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, low, packed, a, b = ctx.saved_tensors
-        scale, columns = ctx.scale, ctx.columns
+        scale = ctx.scale
         d_low = gradient @ b
         if scale != 1:
             d_low = d_low * scale
@@ -54,42 +56,41 @@ class _LoraFloat8(torch.autograd.Function):
             d_b = d_b * scale
         d_x = None
         if ctx.needs_input_grad[0]:
-            weighed = gradient * output_scales(packed, columns).to(gradient.dtype)
+            weighed = gradient * output_scales(packed, *ctx.form).to(gradient.dtype)
             rows = scale_of(weighed, FORWARD, rows=True)
-            rounded = cast(weighed, rows, FORWARD)
-            d_x = float8_product(rounded, rows, packed, d_low, a.t(), 1.0, columns, True, gradient.dtype)
-        return d_x, None, d_a, d_b, None, None
+            rounded = float8.cast(weighed, rows, FORWARD)
+            d_x = float8_product(rounded, rows, packed, d_low, a.t(), 1.0, *ctx.form, True, gradient.dtype)
+        return d_x, None, d_a, d_b, None, None, None, None
 
 
 @torch.library.custom_op("shardwise::output_scales", mutates_args=())
-def output_scales(packed: torch.Tensor, columns: int) -> torch.Tensor:
+def output_scales(packed: torch.Tensor, columns: int, bits: str, double: bool) -> torch.Tensor:
     """The weight's scales, one for each output, in fp32."""
-    return row_scales(packed, RowFormat(columns, "fp8")).flatten().clone()
+    return float8_scales(packed, RowFormat(columns, cast(Bits, bits), double)).flatten().clone()
 
 
 @output_scales.register_fake
-def _(packed: torch.Tensor, columns: int) -> torch.Tensor:
+def _(packed: torch.Tensor, columns: int, bits: str, double: bool) -> torch.Tensor:
     return packed.new_empty(packed.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("shardwise::lora_float8_product", mutates_args=())
 def float8_product(
     left: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor, low: torch.Tensor, up: torch.Tensor, scale: float,
-    columns: int, backward: bool, dtype: torch.dtype,
+    columns: int, bits: str, double: bool, backward: bool, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """left · W with the scales of both, plus scale · low upᵀ; `backward`: W sums over outputs, whose scales are in."""
-    weight = packed[:, :columns].view(FORWARD)
+    weight, scales = as_float8(packed, RowFormat(columns, cast(Bits, bits), double))
     right = transposed_bytes(weight).t() if backward else weight.t()
     one = torch.ones((), device=left.device)
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # without scales fp16 would overflow
     y = multiply(left, right, one, one, wide, fast=True)
-    scales = None if backward else row_scales(packed, RowFormat(columns, "fp8"))
-    return scale_and_add_low_rank_(y, rows, scales, low, up, scale).to(dtype)
+    return scale_and_add_low_rank_(y, rows, None if backward else scales, low, up, scale).to(dtype)
 
 
 @float8_product.register_fake
 def _(
     left: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor, low: torch.Tensor, up: torch.Tensor, scale: float,
-    columns: int, backward: bool, dtype: torch.dtype,
+    columns: int, bits: str, double: bool, backward: bool, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     return left.new_empty(left.shape[0], columns if backward else packed.shape[0], dtype=dtype)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from shardwise.config.section import Section
+from shardwise.config.section import Clash, Section
 from shardwise.config.units import Count, Positive, Share
 
 
@@ -63,7 +63,20 @@ class Qlora(Lora):
         description="how the base's linear layers are stored; fp8 is also multiplied in 8 bits while it trains: the "
         "fastest on GPUs that have it",
     )
+    multiply: Literal["auto", "plain", "fp8"] = Field(
+        default="auto",
+        description="how the base is multiplied while adapters train: plain = unpacked, in the run's precision; fp8 = "
+        "in 8 bits, nf4 too, which is rounded once more for it; auto = fp8 where it is stored so",
+    )
     double: bool = Field(default=True, description="nf4: quantise the scales as well (4.13 bits instead of 4.5)")
+
+    @model_validator(mode="after")
+    def _check_multiply(self) -> Qlora:
+        if self.multiply == "fp8":
+            without = {"bits: int8": self.bits == "int8", "dropout": self.dropout > 0, "dora": self.dora}
+            if named := [name for name, there in without.items() if there]:
+                raise Clash("multiply", f"does not go with {' and '.join(named)}", "leave one of the two out")
+        return self
 
 
 class Ia3(Section):

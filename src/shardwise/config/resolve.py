@@ -31,6 +31,7 @@ COUNTED_FROM_PADDING = frozenset(
 )  # fmt: skip
 FULL = 4  # micro-batches for each stage of a pipeline, where the batch has them: a fifth of the time is idle at most
 WORTH_BF16 = 1.4  # times the speed of fp32, from which a CPU computes in bf16: casts take some of it back
+NO_PRODUCTS = "this GPU does not multiply in 8 bits (NVIDIA does since Ada and Hopper, capability 8.9)"
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
 
@@ -155,8 +156,9 @@ def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
 def _resolve_precision(result: Resolution, machine: Machine) -> None:
     run = result.run
     if run.fp8.recipe != "none" and run.device == "cuda" and not _has_fp8(machine):
-        problem = "this GPU does not multiply in 8 bits (NVIDIA does since Ada and Hopper, capability 8.9)"
-        raise UserError("fp8.recipe", run.fp8.recipe, problem, "set precision: bf16 and fp8: none")
+        raise UserError("fp8.recipe", run.fp8.recipe, NO_PRODUCTS, "set precision: bf16 and fp8: none")
+    if getattr(run.method, "multiply", "") == "fp8" and run.device == "cuda" and not _has_fp8(machine):
+        raise UserError("method.multiply", "fp8", NO_PRODUCTS, "leave it out")
     if run.precision != "auto":
         return
     if run.fp8.recipe != "none":

@@ -29,7 +29,7 @@ from shardwise.acting import stands_in
 from shardwise.kernels import nf4_reference as reference
 from shardwise.kernels.nf4_reference import BLOCK, LEVELS, Bits, RowFormat
 
-__all__ = ["BLOCK", "LEVELS", "Bits", "RowFormat", "dequantize", "quantize"]
+__all__ = ["BLOCK", "LEVELS", "Bits", "RowFormat", "as_float8", "dequantize", "float8_scales", "quantize"]
 
 
 def quantize(x: torch.Tensor, form: RowFormat) -> torch.Tensor:
@@ -47,6 +47,21 @@ def dequantize(packed: torch.Tensor, form: RowFormat, dtype: torch.dtype) -> tor
     if out.numel() and not stands_in():
         _backend(out).dequantize_into(out, packed, form)
     return out
+
+
+def as_float8(packed: torch.Tensor, form: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, row_bytes) int8 → (rows, columns) in fp8 and what each row is multiplied by, (rows, 1) in fp32.
+
+    Rows that are fp8 are where they lie; those of nf4, whose levels and scales have more bits, are rounded once more.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _backend(packed).as_float8(packed, form)
+    return found
+
+
+def float8_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
+    """The second of the two."""
+    found: torch.Tensor = _backend(packed).float8_scales(packed, form)
+    return found
 
 
 def _backend(tensor: torch.Tensor) -> Any:

@@ -25,6 +25,7 @@ CELLS = 64
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}  # weights worked on at once: 128 KiB of fp32, what a core's cache holds
 SMALLEST = torch.finfo(torch.float32).tiny
 FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,26 @@ def row_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
     return packed[:, form.code_bytes : form.code_bytes + 4].view(torch.float32)
 
 
+def float8_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
+    """What fp8 numbers of each row are multiplied by, (rows, 1) in fp32: nf4's largest block reaches their largest."""
+    if form.bits != "nf4":
+        return row_scales(packed, form)
+    if not form.double:
+        return read_scales(packed, form).amax(1, keepdim=True).clamp(min=SMALLEST) / LARGEST
+    low, step = packed[:, form.code_bytes : form.code_bytes + 4].view(torch.float16).float().split(1, 1)
+    return _in_double(torch.exp2, 255 * step + low) / LARGEST
+
+
+def as_float8(packed: torch.Tensor, form: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in fp8 and what they are multiplied by; nf4's are rounded once more."""
+    scales = float8_scales(packed, form)
+    if form.bits == "fp8":
+        return packed[:, : form.columns].view(FLOAT8), scales
+    out = torch.empty(len(packed), form.columns, device=packed.device)
+    dequantize_into(out, packed, form)
+    return (out / scales).clamp_(-LARGEST, LARGEST).to(FLOAT8), scales
+
+
 def write_scales(packed: torch.Tensor, scales: torch.Tensor, form: RowFormat) -> None:
     """Stores the fp32 scales (rows, blocks) of nf4's blocks behind their codes."""
     tail = packed[:, form.code_bytes :]
@@ -134,9 +155,8 @@ def _quantize_steps(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None
 
 
 def _quantize_floats(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
-    most = torch.finfo(FLOAT8).max
-    scale = x.abs().amax(1, keepdim=True) / most
-    codes = (x * torch.where(scale > 0, scale.reciprocal(), 0.0)).clamp_(-most, most).to(FLOAT8)
+    scale = x.abs().amax(1, keepdim=True) / LARGEST
+    codes = (x * torch.where(scale > 0, scale.reciprocal(), 0.0)).clamp_(-LARGEST, LARGEST).to(FLOAT8)
     out[:, : form.columns] = codes.view(torch.int8)
     row_scales(out, form)[:] = scale
 

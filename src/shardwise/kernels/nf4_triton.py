@@ -56,6 +56,41 @@ def _dequantize(
 
 
 @triton.jit
+def _to_float8(
+    out, scales, packed, levels, total, blocks, columns, row_words, most,
+    TILES: tl.constexpr, PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As above, in units of the row's largest scale, which is that of code 255; scales of scales alone."""
+    index = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    mine = index < total
+    row, block = index // blocks, index % blocks
+    source = packed + row * row_words
+    tail = source + blocks * PER_BLOCK
+    pair = tail.to(tl.pointer_type(tl.float16))
+    low = tl.load(pair, mask=mine, other=0.0).to(tl.float32)
+    step = tl.load(pair + 1, mask=mine, other=0.0).to(tl.float32)
+    byte = tl.load((tail + 1).to(tl.pointer_type(tl.uint8)) + block, mask=mine, other=0).to(tl.float32)
+    tl.store(scales + row, libdevice.exp2(255 * step + low) / most, mask=mine & (block == 0))
+    share = libdevice.exp2((byte - 255) * step) * most
+    w, k = tl.arange(0, PER_BLOCK), tl.arange(0, 8)
+    word = tl.load((source + block * PER_BLOCK)[:, None] + w[None, :], mask=mine[:, None], other=0)
+    code = (word[:, :, None] >> (4 * k)[None, None, :]) & 15
+    value = tl.clamp(tl.load(levels + code) * share[:, None, None], -most, most)
+    column = (block * (8 * PER_BLOCK))[:, None, None] + (w * 8)[None, :, None] + k[None, None, :]
+    target = out + (row * columns)[:, None, None] + column
+    tl.store(target, value.to(out.dtype.element_ty), mask=mine[:, None, None] & (column < columns))
+
+
+@triton.jit
+def _largest_scales(scales, packed, rows, code_words, row_words, most, SIZE: tl.constexpr):
+    row = (tl.program_id(0) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
+    pair = (packed + row * row_words + code_words).to(tl.pointer_type(tl.float16))
+    low = tl.load(pair, mask=row < rows, other=0.0).to(tl.float32)
+    step = tl.load(pair + 1, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(scales + row, libdevice.exp2(255 * step + low) / most, mask=row < rows)
+
+
+@triton.jit
 def _quantize(
     packed, scales, x, edges, total, blocks, columns, row_words, x_row,
     EDGES: tl.constexpr, TILES: tl.constexpr, PER_BLOCK: tl.constexpr,
@@ -126,6 +161,36 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) ->
             out, packed.view(torch.int32), reference.levels(str(out.device)), total, form.blocks, form.columns,
             form.row_bytes // 4, out.stride(0), DOUBLE=form.double, TILES=TILE, PER_BLOCK=WORDS, num_warps=WARPS,
         )  # fmt: skip
+
+
+def as_float8(packed: torch.Tensor, form: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in fp8 and what they are multiplied by."""
+    if form.bits != "nf4" or not form.double:
+        return reference.as_float8(packed, form)
+    packed = packed.contiguous()
+    out = torch.empty(len(packed), form.columns, dtype=reference.FLOAT8, device=packed.device)
+    scales = torch.empty(len(packed), 1, device=packed.device)
+    total = len(packed) * form.blocks
+    with torch.cuda.device(packed.device):
+        _to_float8[_grid(total)](
+            out, scales, packed.view(torch.int32), reference.levels(str(packed.device)), total, form.blocks,
+            form.columns, form.row_bytes // 4, reference.LARGEST, TILES=TILE, PER_BLOCK=WORDS, num_warps=WARPS,
+        )  # fmt: skip
+    return out, scales
+
+
+def float8_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
+    """What fp8 numbers of each row are multiplied by."""
+    if form.bits != "nf4" or not form.double:
+        return reference.float8_scales(packed, form)
+    packed = packed.contiguous()
+    scales = torch.empty(len(packed), 1, device=packed.device)
+    with torch.cuda.device(packed.device):
+        _largest_scales[(triton.cdiv(len(packed), WIDE),)](
+            scales, packed.view(torch.int32), len(packed), form.code_bytes // 4, form.row_bytes // 4,
+            reference.LARGEST, SIZE=WIDE, num_warps=WARPS,
+        )  # fmt: skip
+    return scales
 
 
 def _grid(blocks: int) -> tuple[int]:

@@ -62,6 +62,6 @@ def workspace_of(func: Any, args: Any) -> int:
         return int(args[4].shape[0] * args[7] * args[0].element_size())
     if name == "shardwise::lora_linear_backward" and args[9]:
         return int(args[0].shape[1] * args[8] * args[0].element_size())
-    if name == f"shardwise::{FLOAT8}" and args[7]:  # the weight turned over
-        return int(args[2].shape[0] * args[6])
+    if name == f"shardwise::{FLOAT8}":  # the weight turned over, and what nf4 becomes
+        return int(args[2].shape[0] * args[6] * (int(args[9]) + int(args[7] == "nf4")))
     return 0

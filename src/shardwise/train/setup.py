@@ -96,7 +96,7 @@ def build_model(
     if run.experts == "auto":
         use_grouped_experts(model)
     if run.parallel.tensor == 1:
-        multiply_bases_in_float8(model, world.device)
+        multiply_bases_in_float8(model, world.device, getattr(run.method, "multiply", "auto"))
     if run.parallel.beyond_data:
         from shardwise.parallel.apply import divide
 

@@ -157,6 +157,7 @@ def _hidden(name: str, field: str, value: Any, test: Callable[[Any], bool] | Non
     return Feature(name, field, value, test, shown=False, **more)
 
 
+MULTIPLY = _hidden("method.multiply: fp8", "method.multiply", "fp8", company=_BASE | {"method.type": "qlora"})
 TILE = _hidden("tile", "tile", 64, _given)
 SOME_BLOCKS = _hidden("offload.activation_blocks", "offload.activation_blocks", 1, _given,
                       company={"offload.activations": "cpu", "recompute": "full"})  # fmt: skip

@@ -106,6 +106,7 @@ BESIDE_AXES = (
     _rule("compile", (f.COMPILE, (f.TENSOR, *f.SCHEDULES)), "does not go with {axes} yet", "set compile: false"),
     _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
+    _rule("method.multiply", (f.MULTIPLY, f.TENSOR), "does not go with {axes} yet", "leave it out"),
     _rule("tile", (f.TILE, f.TENSOR), "does not go with {axes} yet, which divides tokens already", "leave it out"),
     _rule("parallel.schedule", (f.ZBV, f.TILE), "a tile's gradients come all at once: not in two parts",
           "leave tile out, or use 1f1b or interleaved"),
