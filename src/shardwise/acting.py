@@ -6,6 +6,7 @@ a GPU's. Code that has a path of its own for GPUs asks here, so that what is reh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from weakref import WeakSet
 import torch
 import torch._functorch.config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.cache import cache_root
 
 _HOST: WeakSet[torch.UntypedStorage] = WeakSet()
 _acted: str | None = None  # no ContextVar: a compiled block asks too, and the compiler knows none
@@ -36,6 +39,7 @@ def compiled(function: Callable[..., Any], light: bool = False) -> Callable[...,
     `light`: what costs a pass over memory at most (norms, activation functions) is computed again in backward even
     where a product there wants all of it; of itself the compiler keeps such inputs of products.
     """
+    _keep_compiled()
     made: Callable[..., Any] = torch.compile(
         function, backend="aot_eager_decomp_partition" if stands_in() else "inductor"
     )
@@ -47,6 +51,17 @@ def compiled(function: Callable[..., Any], light: bool = False) -> Callable[...,
             return made(*args, **kwargs)
 
     return call
+
+
+def _keep_compiled() -> None:
+    """What was compiled is kept where it outlives a restart; torch by itself takes the folder of temporary files.
+
+    A folder that the user named stays.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "compiled")
 
 
 def indices_where(mask: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 from support.compiled import steps_compiled
 from support.ranks import run_ranks
 from support.tiny import LLAMA, QWEN3_MOE
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from shardwise.acting import compiled
+from shardwise.cache import cache_root
 
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -37,3 +42,14 @@ def test_a_block_is_one_graph(case: str) -> None:
     print(case, norms, plain, broken)
     assert not broken
     assert norms == pytest.approx(plain, rel=2e-2 if run["precision"] == "bf16" else 1e-3)
+
+
+@pytest.mark.parametrize("set_before", [None, "torch's own", "/somewhere"])
+def test_compiled_code_is_kept_between_runs(set_before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if set_before is not None:
+        folder = default_cache_dir() if set_before == "torch's own" else set_before
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    compiled(lambda x: x)
+    wanted = "/somewhere" if set_before == "/somewhere" else str(cache_root() / "compiled")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == wanted
