@@ -206,6 +206,10 @@ def check_parallel(run: Run, ranks: int) -> None:
     if spread % shard_size(zero, shard, spread):
         what = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
         raise UserError("parallel.shard", shard, f"does not divide the {what}", f"use one of {divisors_of(spread)}")
+    if run.recompute_group > 1 and ranks > 1:
+        raise UserError(
+            "recompute_group", run.recompute_group, f"is for one GPU yet, not for {ranks} ranks", "leave it out"
+        )
     check_secondary(run.parallel, ranks)
     batch, micro = run.train.batch_size, run.train.micro_batch_size
     ranks = data_ranks(run.parallel, ranks)

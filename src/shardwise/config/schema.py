@@ -573,6 +573,11 @@ class Run(Section):
     recompute_blocks: Count | None = Field(
         default=None, description="of how many blocks the rest is computed again, the first ones; default: of all"
     )
+    recompute_group: Count = Field(
+        default=1,
+        description="keep the input of one recomputed block in so many, and compute the others' again from it: less "
+        "memory for up to a forward more (one GPU)",
+    )
     tile: Count | None = Field(
         default=None,
         description="compute feed-forward parts (and norms) so many tokens at a time and again in backward: for long "

@@ -6,6 +6,7 @@ it; `estimate.py` puts the stages together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,7 +93,7 @@ def sketch(source: ModelSource, run: Run, ranks: int, documents: int = 1) -> Ske
 
 def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: int = 1) -> list[Sketched | Exception]:
     """Sketches of several runs (with their ranks), as many at once as there are cores; or what went wrong."""
-    depths, whole = sketch_depths(source.config)
+    depths, whole = sketch_depths(source.config, math.lcm(*(run.recompute_group for run, _ in runs)))
     if len(depths) > 1 and any(_some_blocks(run) is not None for run, _ in runs):
         return _partly(source, runs, documents)
     calls = [(source, run, ranks, layers, whole, documents) for run, ranks in runs for layers in reversed(depths)]
@@ -134,13 +135,17 @@ def _with_blocks(run: Run, every: bool) -> Run:
     return run.model_copy(update=changes | {"offload": run.offload.model_copy(update=offload)})
 
 
-def sketch_depths(config: object) -> tuple[tuple[int, ...], int]:
-    """The numbers of layers to rehearse, and the model's own; all of them where they are few or of many kinds."""
+def sketch_depths(config: object, group: int = 1) -> tuple[tuple[int, ...], int]:
+    """The numbers of layers to rehearse, and the model's own; all of them where they are few or of many kinds.
+
+    `group`: blocks that are recomputed together count as one kind.
+    """
     depths = depths_of(config)
     if len(depths) != 1:
         return (max(depths, default=1),), max(depths, default=1)
     whole = depths.pop()
     begin, period = _pattern(config)
+    period = math.lcm(period, group)
     few = begin + max(2, period)
     if period > MOST_PERIOD or few + period >= whole:
         return (whole,), whole

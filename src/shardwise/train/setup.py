@@ -51,6 +51,7 @@ from shardwise.train.status import Status
 from shardwise.zero.activations import place_inputs
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
+from shardwise.zero.groups import keep_one_of
 from shardwise.zero.host import return_freed_memory
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
@@ -112,8 +113,12 @@ def build_model(
     if run.recompute == "full":
         for _, block in blocks[: run.recompute_blocks]:
             recompute(block)
+    inputs = None
     if run.offload.activations == "cpu":
-        place_inputs(blocks[: run.offload.activation_blocks or run.recompute_blocks], host=True, timer=timer)
+        leaving = blocks[: run.offload.activation_blocks or run.recompute_blocks][:: run.recompute_group]
+        inputs = place_inputs(leaving, host=True, timer=timer)
+    if run.recompute_group > 1:
+        keep_one_of(blocks[: run.recompute_blocks], run.recompute_group, inputs)
     if run.compile:
         for _, block in blocks:
             block.forward = compiled(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -116,6 +116,16 @@ class BlockInputs:
             whole = (self._gather(part) if self._group else part)[: math.prod(kept.shape)].view(kept.shape)
         kept.whole = whole if kept.users > 0 else None
         return whole
+
+    def again(self, start: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """A second way to an input that `start` gives and that a block has just saved, without holding on to it."""
+        tensor = start()
+        seen = self._memo.get(tensor.untyped_storage()._cdata)
+        kept = seen[2]() if seen is not None and not seen[0].expired() else None
+        if kept is None:
+            return start
+        kept.users += 1
+        return lambda: self.unpack(kept)
 
     def _slice(self, flat: torch.Tensor) -> torch.Tensor:
         assert self._group is not None
