@@ -41,7 +41,7 @@ def compiled(function: Callable[..., Any], light: bool = False) -> Callable[...,
     """
     _keep_compiled()
     made: Callable[..., Any] = torch.compile(
-        function, backend="aot_eager_decomp_partition" if stands_in() else "inductor"
+        function, backend="inductor" if _acted is None else "aot_eager_decomp_partition"
     )
     if not light:
         return made

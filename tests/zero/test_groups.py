@@ -41,8 +41,12 @@ def same(found: dict[str, Any], plain: dict[str, Any]) -> bool:
     return found.keys() == plain.keys() and all(equal)
 
 
-@pytest.mark.parametrize("more", [{}, {"offload": {"activations": "cpu"}}], ids=["here", "host"])
-@pytest.mark.parametrize("name", MODELS)
+HOST = {"offload": {"activations": "cpu"}}
+FROZEN = {"freeze": ["*embed*"]}  # the first block's input has no gradient
+CASES = [*((name, more) for name in MODELS for more in ({}, HOST)), ("llama", FROZEN), ("llama", FROZEN | HOST)]
+
+
+@pytest.mark.parametrize(("name", "more"), CASES, ids=[f"{name} {list(more)}" for name, more in CASES])
 def test_the_same_gradients_to_the_bit(name: str, more: dict[str, Any]) -> None:
     plain, *grouped = run_ranks(gradients, 1, [a_run(name, **more, recompute_group=size) for size in (1, 2, 3, 8)])[0]
     for found in grouped:

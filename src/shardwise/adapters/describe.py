@@ -39,6 +39,9 @@ def _named(adapted: Adapted, run: Run) -> str:
     before = getattr(run.method, "adapter", None)
     onward = f", going on from {before}" if before else ""
     base = f" over a base in {run.method.bits}" if hasattr(run.method, "bits") else ""
+    base += {"fp8": ", multiplied in fp8", "plain": ", unpacked to multiply"}.get(
+        getattr(run.method, "multiply", ""), ""
+    )
     return f"{run.method.type}{_ranks(plan)} on {len(plan.targets)} modules{base}{whole}{onward}"
 
 

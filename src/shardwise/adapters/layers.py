@@ -183,6 +183,9 @@ def multiply_bases_in_float8(model: nn.Module, device: torch.device, wanted: str
         transposed, columns, bits, _ = getattr(layer, "lora_form", None) or (False, *FLOATS)
         fits = bits in kinds and not transposed and not columns % MULTIPLE and not len(layer.weight) % MULTIPLE
         layer.base_in_float8 = fits and multiplies(device)
+    if wanted == "fp8" and not any(layer.base_in_float8 for _, layer in adapter_layers(model)):
+        problem = f"no adapted layer is a product of sizes that are multiples of {MULTIPLE}"
+        raise UserError("method.multiply", wanted, problem, "leave it out")
 
 
 def attach_ia3(module: nn.Module, shape: tuple[int, int], feedforward: bool) -> None:

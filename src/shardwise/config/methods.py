@@ -75,7 +75,7 @@ class Qlora(Lora):
         if self.multiply == "fp8":
             without = {"bits: int8": self.bits == "int8", "dropout": self.dropout > 0, "dora": self.dora}
             if named := [name for name, there in without.items() if there]:
-                raise Clash("multiply", f"does not go with {' and '.join(named)}", "leave one of the two out")
+                raise Clash("multiply", f"does not go with {' and '.join(named)}", "leave multiply out, or that")
         return self
 
 

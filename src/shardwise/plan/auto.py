@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from shardwise.config.compat import clashes
 from shardwise.config.paths import place
 from shardwise.config.resolve import (
     Resolution,
@@ -30,6 +31,9 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
 
     Every rank under torchrun comes to the same answer: nothing here depends on the clock.
     """
+    for conflict in clashes(run):
+        if conflict.field == "recompute":
+            raise conflict.error()
     plain = _plain(run)
     settled = resolve_machine(plain)
     source = find_config(plain.model, task_wanted(plain))
@@ -104,7 +108,8 @@ def _plain(run: Run) -> Run:
     values = run.model_dump()
     if run.parallel.auto:
         values["parallel"] = {}
-    values["recompute"] = "none"
+    values |= {"recompute": "none", "recompute_blocks": None, "recompute_group": 1}
+    values["offload"] |= {"activations": "none", "activation_blocks": None}
     return Run.model_validate(values)
 
 

@@ -117,7 +117,7 @@ def build_model(
     if run.offload.activations == "cpu":
         leaving = blocks[: run.offload.activation_blocks or run.recompute_blocks][:: run.recompute_group]
         inputs = place_inputs(leaving, host=True, timer=timer)
-    if run.recompute_group > 1:
+    if run.recompute == "full" and run.recompute_group > 1:
         keep_one_of(blocks[: run.recompute_blocks], run.recompute_group, inputs)
     if run.compile:
         for _, block in blocks:

@@ -131,7 +131,7 @@ def _add_local(run: Run, claims: list[Claim], one: dict[str, Any], half: Bounds,
     """What a rank does by itself."""
     if run.recompute != "none":
         light = run.recompute == "light"
-        settings = one | {"recompute": run.recompute} | ({"compile": True} if light else {})
+        settings = one | _recomputed(run) | ({"compile": True} if light else {})
         told = "what is cheap of blocks computed again in backward" if light else "blocks computed again in backward"
         claims.append(Claim("recompute", told, settings, bounds=half, rests_on=(base,)))
     if run.compile:
@@ -189,10 +189,16 @@ def _add_sharding(run: Run, claims: list[Claim], world: World, cut: int, half: B
         ranks = 2 if sharded else 1
         settings = plain | {"ranks": ranks, "offload.ratio": run.offload.ratio}
         # Inputs of blocks are there to be offloaded where blocks are computed again; by itself it is another claim.
-        settings |= {"recompute": run.recompute} if "activations" in used else {}
+        settings |= _recomputed(run) if "activations" in used else {}
         settings |= {f"offload.{name}": place for name, place in used.items()}
         told = ", ".join(f"{name} on {'the host' if place == 'cpu' else place}" for name, place in used.items())
         claims.append(Claim("offload", told, settings, ranks, bounds=half, rests_on=(base,)))
+
+
+def _recomputed(run: Run) -> dict[str, Any]:
+    return {
+        "recompute": run.recompute, "recompute_blocks": run.recompute_blocks, "recompute_group": run.recompute_group,
+    }  # fmt: skip
 
 
 def _axis_settings(parallel: Parallel, axes: dict[str, int]) -> dict[str, Any]:
@@ -223,7 +229,7 @@ def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds
     """The run as it is, small, where that is more than one of the claims above."""
     parallel, offload = run.parallel, run.offload
     settings: dict[str, Any] = {
-        "ranks": world.ranks, "parallel.zero": parallel.zero, "recompute": run.recompute, "compile": run.compile,
+        "ranks": world.ranks, "parallel.zero": parallel.zero, "compile": run.compile,
         "train.in_backward": run.train.in_backward, "offload.optimizer": offload.optimizer,
         "offload.parameters": offload.parameters, "offload.activations": offload.activations,
         "offload.ratio": offload.ratio, "parallel.bucket": parallel.bucket,
@@ -231,7 +237,9 @@ def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds
         "parallel.quantize_gradients": parallel.quantize_gradients,
         "parallel.gradient_feedback": parallel.gradient_feedback,
     }  # fmt: skip
-    settings |= _axis_settings(parallel, world.axes)
+    settings |= _recomputed(run) | _axis_settings(parallel, world.axes)
+    if world.ranks > 1:
+        settings["recompute_group"] = 1  # is for one rank: a claim of its own
     words = [f"{name} {size}" for name, size in world.axes.items()]
     if world.replicas > 1:
         settings["parallel.shard"] = 2

@@ -154,7 +154,8 @@ def _base(
     for section in ("parallel", "offload", "checkpoint", "export", "log"):
         values.pop(section)
     values |= {
-        "precision": precision, "device": device, "recompute": "none", "compile": False, "resume": "never",
+        "precision": precision, "device": device, "recompute": "none", "recompute_blocks": None, "recompute_group": 1,
+        "compile": False, "resume": "never",
         "timeout": min(run.timeout, TIMEOUT), "backend": "auto", "checkpoint": {"every": None},
         "offload": {"disk": None}, "parallel": {}, "fp8": {"recipe": "none"},
     }  # fmt: skip

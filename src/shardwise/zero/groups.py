@@ -37,7 +37,7 @@ class _Call:
     """What a block was called with besides its input, and the state of the random numbers then."""
 
     def __init__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._block, self._rest, self._kwargs = block, args[1:], kwargs
+        self._block, self._rest, self._kwargs, self._learns = block, args[1:], kwargs, args[0].requires_grad
         self._cpu = None if stands_in() else torch.get_rng_state()
         self._devices, self._states = get_device_states(args[0])
 
@@ -51,7 +51,7 @@ class _Call:
             if self._cpu is not None:
                 torch.set_rng_state(self._cpu)
             set_device_states(self._devices, self._states)
-            out = self._block.forward(x.detach().requires_grad_(), *self._rest, **self._kwargs)
+            out = self._block.forward(x.detach().requires_grad_(self._learns), *self._rest, **self._kwargs)
         return _first(out).detach()
 
 
@@ -99,7 +99,7 @@ class _Group:
             if not recompute.state(block).enable_hook or not torch.is_grad_enabled():
                 return
             x = args[0] if args else None
-            if not isinstance(x, torch.Tensor) or not x.requires_grad or not x.is_floating_point() or x.nbytes < SMALL:
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.nbytes < SMALL:
                 self._way = None
             elif number == 0:
                 self._way = _Pass(x.detach())

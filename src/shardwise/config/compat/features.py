@@ -173,6 +173,7 @@ NO_DISK = _hidden(
     also=lambda s: "disk" not in (s.offload.optimizer, s.offload.parameters),
 )  # fmt: skip
 RATIO = _hidden("offload.ratio", "offload.ratio", 0.5, lambda value: value != 1.0)
+OPEN_RECOMPUTE = _hidden("recompute: auto", "recompute", "auto")
 NO_RECOMPUTE = _hidden("recompute: none", "recompute", "none")
 FEEDBACK = _hidden("gradient_feedback", "parallel.gradient_feedback", True, _given)
 WHOLE_GRADIENTS = _hidden("quantize_gradients: false", "parallel.quantize_gradients", False)

@@ -138,6 +138,9 @@ STAGES = (
 PLACES = (
     _rule("recompute", (f.LIGHT, f.EAGER), "the compiler knows what is cheap to compute again, and nothing is compiled",
           "add compile: true, or use recompute: full"),
+    _rule("recompute", (f.OPEN_RECOMPUTE, (f.SOME_RECOMPUTED, f.GROUPS, f.ACTIVATIONS)),
+          "answers by itself what is computed again, and knows no such wish",
+          "use recompute: full, or leave the other out"),
     _rule("recompute_blocks", (f.SOME_RECOMPUTED, (f.NO_RECOMPUTE, f.LIGHT)), "no block is computed again",
           "use recompute: full, or leave it out"),
     _rule("recompute_blocks", (f.SOME_RECOMPUTED, _others(f.SCHEDULES, f.ZBV)),
