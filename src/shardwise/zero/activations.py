@@ -69,11 +69,14 @@ class BlockInputs:
         return bytes_of
 
     def expect(self, inputs: Sequence[Any], first: bool) -> None:
-        """Before a block saves its inputs: those on the path of the gradient are ours, masks and tables are not."""
+        """Before a block saves its inputs: those on the path of the gradient are ours, masks and tables are not.
+
+        So is what comes first, whose gradient nobody wants where embeddings are frozen.
+        """
         if first:  # of a new forward pass: there is nothing before it to fetch early
             self._last, self._memo, self.found_any = None, {}, False
         plain = [t for t in inputs if type(t) in (torch.Tensor, FakeTensor)]
-        moving = [t for t in plain if t.requires_grad and t.is_floating_point()]
+        moving = [t for t in plain if (t.requires_grad or t is inputs[0]) and t.is_floating_point()]
         self._wanted = {t.untyped_storage()._cdata for t in moving if t.nbytes >= SMALL}
         self.found_any |= bool(moving)
 
