@@ -39,7 +39,8 @@ def compiled(function: Callable[..., Any], light: bool = False) -> Callable[...,
     `light`: what costs a pass over memory at most (norms, activation functions) is computed again in backward even
     where a product there wants all of it; of itself the compiler keeps such inputs of products.
     """
-    _keep_compiled()
+    if _acted is None:
+        _keep_compiled()
     made: Callable[..., Any] = torch.compile(
         function, backend="inductor" if _acted is None else "aot_eager_decomp_partition"
     )
