@@ -38,20 +38,8 @@ GPT2 = dict(
     attn_pdrop=0.0,
 )
 
-QWEN3_MOE = dict(
-    model_type="qwen3_moe",
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=515,
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
+QWEN3_MOE = LLAMA | dict(
+    model_type="qwen3_moe", hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=16
 )
 
 

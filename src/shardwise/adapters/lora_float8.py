@@ -23,7 +23,7 @@ from shardwise.kernels.transpose import transposed_bytes
 
 def lora_float8(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
-    columns: int, bits: str = "fp8", double: bool = True,
+    columns: int, bits: str, double: bool,
 ) -> torch.Tensor:  # fmt: skip
     """The layer's output for (tokens, in); `packed` has rows of RowFormat(columns, bits, double) for each output."""
     out: torch.Tensor = _LoraFloat8.apply(x, packed, a, b, scale, columns, bits, double)

@@ -8,7 +8,8 @@ gradients take e5m2 (more range) where one scale serves a whole tensor.
 `rowwise`: one scale per row of each product's operands, so that an outlier costs its own row alone; each product rounds
 from the 16-bit tensors anew, along the dimension it sums over.
 
-Everything is plain torch, so that a compiled block fuses scaling and rounding with what comes before them.
+All but the rounding to two layouts (round_turned.py) is plain torch, so that a compiled block fuses it with what comes
+before.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
 from shardwise.acting import kind_of
-from shardwise.kernels.round_turned import MULTIPLE, round_both, round_turned
+from shardwise.kernels.round_turned import lengthened, round_both, round_turned, rounded
 
 Recipe = Literal["tensorwise", "rowwise"]
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,25 +41,25 @@ class _Tensorwise(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x_scale, weight_scale = scale_of(x, FORWARD), scale_of(weight, FORWARD)
         if ctx.needs_input_grad[1]:  # the other layout is what its product will want, and all that is kept of x
-            rounded, turned = round_both(x, x_scale.reciprocal(), FORWARD)
+            by_rows, turned = round_both(x, x_scale.reciprocal(), FORWARD)
         else:
-            rounded, turned = cast(x, x_scale, FORWARD), None
+            by_rows, turned = cast(x, x_scale, FORWARD), None
         # The weight itself is kept, not its 8 bits: FSDP frees it and gathers it again in between.
         ctx.save_for_backward(turned, x_scale, weight, weight_scale)
-        return multiply(rounded, cast(weight, weight_scale, FORWARD).t(), x_scale, weight_scale, x.dtype, fast=True)
+        return multiply(by_rows, cast(weight, weight_scale, FORWARD).t(), x_scale, weight_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x_turned, x_scale, weight, weight_scale = ctx.saved_tensors
         scale, d_x, d_weight = scale_of(gradient, BACKWARD), None, None
         if x_turned is None:
-            rounded = cast(gradient, scale, BACKWARD)
+            by_rows = cast(gradient, scale, BACKWARD)
         else:
-            rounded, turned = round_both(gradient, scale.reciprocal(), BACKWARD)
+            by_rows, turned = round_both(gradient, scale.reciprocal(), BACKWARD)
             d_weight = multiply(turned, x_turned.t(), scale, x_scale, gradient.dtype)
         if ctx.needs_input_grad[0]:
             columns = round_turned(weight, weight_scale.reciprocal(), FORWARD).t()
-            d_x = multiply(rounded, columns, scale, weight_scale, gradient.dtype)
+            d_x = multiply(by_rows, columns, scale, weight_scale, gradient.dtype)
         return d_x, d_weight
 
 
@@ -80,7 +80,7 @@ class _Rowwise(torch.autograd.Function):
 def _by_rows(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """left · rightᵀ with a scale for each row of both."""
     a, b = scale_of(left, FORWARD, rows=True), scale_of(right, FORWARD, rows=True)
-    first, second = _long(cast(left, a, FORWARD)), _long(cast(right, b, FORWARD))
+    first, second = lengthened(cast(left, a, FORWARD)), lengthened(cast(right, b, FORWARD))
     return multiply(first, second.t(), a, b.t(), dtype, fast)
 
 
@@ -93,8 +93,7 @@ def scale_of(x: torch.Tensor, kind: torch.dtype, rows: bool = False) -> torch.Te
 
 def cast(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """x in units of its scale, rounded to 8 bits; row by row in memory."""
-    most = torch.finfo(kind).max
-    return (x.float() * scale.reciprocal()).clamp(-most, most).to(kind, memory_format=torch.contiguous_format)
+    return rounded(x, scale.reciprocal(), kind)
 
 
 def multiply(
@@ -109,9 +108,3 @@ def multiply(
 def multiplies(device: torch.device) -> bool:
     """Whether a device has such products (a CPU's are computed in fp32)."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= CAPABILITY
-
-
-def _long(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, with zeros after the last column where their number is no multiple of what the kernels take."""
-    short = -x.shape[1] % MULTIPLE
-    return F.pad(x.contiguous().view(torch.uint8), (0, short)).view(x.dtype) if short else x.contiguous()

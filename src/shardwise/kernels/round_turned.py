@@ -27,8 +27,8 @@ def round_both(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tup
     if _takes(x):
         rows = torch.empty(x.shape, dtype=kind, device=x.device)
         return rows, _launch(x, inverse, rows, kind)
-    rows = _rounded(x, inverse, kind)
-    return rows, _turned(rows)
+    rows = rounded(x, inverse, kind)
+    return rows, lengthened(rows.t())
 
 
 @round_both.register_fake
@@ -39,7 +39,7 @@ def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tuple[torch.
 @torch.library.custom_op("shardwise::round_turned", mutates_args=())
 def round_turned(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """x · inverse in 8 bits, turned over alone."""
-    return _launch(x, inverse, None, kind) if _takes(x) else _turned(_rounded(x, inverse, kind))
+    return _launch(x, inverse, None, kind) if _takes(x) else lengthened(rounded(x, inverse, kind).t())
 
 
 @round_turned.register_fake
@@ -47,14 +47,16 @@ def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor
     return x.new_empty(x.shape[1], _long(x.shape[0]), dtype=kind)
 
 
-def _rounded(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+def rounded(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """x · inverse in 8 bits, row by row in memory: the plain way."""
     most = torch.finfo(kind).max
     return (x.float() * inverse).clamp(-most, most).to(kind, memory_format=torch.contiguous_format)
 
 
-def _turned(rows: torch.Tensor) -> torch.Tensor:
-    turned = rows.t().contiguous().view(torch.uint8)
-    return F.pad(turned, (0, _long(len(rows)) - len(rows))).view(rows.dtype)
+def lengthened(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, with zeros after the last column where their number is no multiple of what the products take."""
+    short = -x.shape[1] % MULTIPLE
+    return F.pad(x.contiguous().view(torch.uint8), (0, short)).view(x.dtype) if short else x.contiguous()
 
 
 def _long(count: int) -> int:

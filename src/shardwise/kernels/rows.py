@@ -29,7 +29,7 @@ def copied_rows(rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.T
 
 
 @copied_rows.register_fake
-def _(rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.Tensor:
+def _copies(rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.Tensor:
     return rows.new_empty(len(order), rows.shape[1])
 
 
@@ -40,9 +40,7 @@ def copied_again(rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.
     return copied
 
 
-@copied_again.register_fake
-def _(rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.Tensor:
-    return rows.new_empty(len(order), rows.shape[1])
+copied_again.register_fake(_copies)
 
 
 @torch.library.custom_op("shardwise::summed_rows", mutates_args=())
