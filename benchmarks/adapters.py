@@ -92,10 +92,12 @@ def in_bitsandbytes(model: Any) -> Any:
         if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
             packed = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4",
                                        compute_dtype=torch.bfloat16, compress_statistics=True)  # fmt: skip
-            packed.weight = bnb.nn.Params4bit(module.weight.data.cpu(), requires_grad=False, quant_type="nf4",
+            packed.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4",
                                               compress_statistics=True)  # fmt: skip
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, packed.to("cuda"))
+            assert packed.weight.dtype == torch.uint8
+            module.weight = None
     model.is_loaded_in_4bit = True
     for parameter in model.parameters():
         parameter.requires_grad_(False)

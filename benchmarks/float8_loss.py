@@ -1,9 +1,10 @@
 """The loss of training in 8 bits beside that in 16: the same model, text, order and steps.
 
-    python benchmarks/float8_loss.py OUT.json [KIND…] [KEY=VALUE…]
+    python benchmarks/float8_loss.py OUT.json [KIND…] [KEY=VALUE…] [--folder PREPARED]
 
 The text is the source of Python's standard library, of which modules that begin with u to z are held out; the model a
 Llama of 230M parameters with fresh weights, the tokenizer trained on the spot. Kinds: bf16, fp8, "fp8 by rows".
+`--folder`: where text and tokenizer are kept, and taken from if they are there. All kinds run side by side.
 Prints for each the mean loss of the last 20 steps and the held-out loss, and how far they are from those in bf16.
 """
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def prepare(folder: Path) -> dict[str, str]:
+def prepare(folder: Path) -> None:
     """Text to train on and to hold out, and a tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -52,15 +54,14 @@ def prepare(folder: Path) -> dict[str, str]:
                                initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
     raw.train_from_iterator((text for kind, text in texts if kind), made)
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>").save_pretrained(folder / "tokenizer")
-    return {name: str(folder / f"{name}.jsonl") for name in ("train", "eval")}
 
 
-def train(folder: Path, name: str, files: dict[str, str], more: list[str]) -> dict[str, float]:
+def train(folder: Path, prepared: Path, name: str, more: list[str]) -> dict[str, float]:
     """One run; what it ended with."""
     run = json.loads(json.dumps(RUN)) | KINDS[name] | {"output": str(folder / name.replace(" ", "-"))}
-    run["model"]["tokenizer"] = str(folder / "tokenizer")
-    run["data"] |= files
-    file = folder / "run.yaml"
+    run["model"]["tokenizer"] = str(prepared / "tokenizer")
+    run["data"] |= {part: str(prepared / f"{part}.jsonl") for part in ("train", "eval")}
+    file = folder / f"{name.replace(' ', '-')}.yaml"
     file.write_text(json.dumps(run))  # JSON is YAML
     command = [sys.executable, "-m", "shardwise", "train", str(file), *more]
     job = subprocess.run(command, capture_output=True, text=True)
@@ -79,17 +80,23 @@ def train(folder: Path, name: str, files: dict[str, str], more: list[str]) -> di
 
 def main() -> None:
     out, *more = sys.argv[1:]
+    kept = more.pop(more.index("--folder") + 1) if "--folder" in more else None
     kinds = [kind for kind in KINDS if kind in more] or list(KINDS)
-    more = [one for one in more if one not in KINDS]
-    results: dict[str, dict[str, float]] = {}
+    more = [one for one in more if one not in KINDS and one != "--folder"]
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
-        files = prepare(folder)
-        for name in kinds:
-            results[name] = train(folder, name, files, more)
-            Path(out).write_text(json.dumps(results, indent=1))
-            beside = {key: results[name][key] / results["bf16"][key] - 1 for key in ("last", "held_out")}
-            print(name, results[name], {key: f"{value:+.2%}" for key, value in beside.items()}, flush=True)
+        prepared = folder if kept is None else Path(kept)
+        prepared.mkdir(parents=True, exist_ok=True)
+        if not (prepared / "tokenizer").exists():
+            prepare(prepared)
+        if not kinds or more == ["prepare"]:
+            return
+        with ThreadPoolExecutor() as pool:
+            results = dict(zip(kinds, pool.map(lambda kind: train(folder, prepared, kind, more), kinds), strict=True))
+    Path(out).write_text(json.dumps(results, indent=1))
+    for name, result in results.items():
+        beside = {key: result[key] / results["bf16"][key] - 1 for key in ("last", "held_out") if "bf16" in results}
+        print(name, result, {key: f"{value:+.2%}" for key, value in beside.items()}, flush=True)
 
 
 if __name__ == "__main__":

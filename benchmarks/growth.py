@@ -4,7 +4,7 @@
     python benchmarks/growth.py plot OUT.json OUT.svg                beside what the planner foresees
 
 Lengths: Llama 1B, full, recomputed, one sequence of 1K to 128K tokens. Sizes: 0.1B to 32B, LoRA over a base in fp8, two
-sequences of 4,096. Steps are those of `shardwise bench train`. The formula is arithmetic over one rate for all points
+sequences of 4,096. Each point has its median step. The formula is arithmetic over one rate for all points
 of a row, the median of theirs: 6 FLOP per parameter and token (4 where it is frozen), a forward more where blocks are
 recomputed, and 2 × layers × width × length more for a forward's attention.
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +48,69 @@ def points(row: str) -> list[tuple[str, int, dict[str, Any]]]:
     return [(name, 4096, more) for name in SHAPES]
 
 
-def run_of(name: str, length: int, more: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A run of a model that is there as its config alone: nothing reads weights here."""
-    place = folder / name
-    place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps(shape_of(name)))
-    return RUN | more | {"model": {"name": str(place), "tokenizer": "none"},
-                         "data": RUN["data"] | {"sequence_length": length}}  # fmt: skip
+def resolved(name: str, length: int, more: dict[str, Any]) -> dict[str, Any]:
+    """A run with what it would find by itself on one GPU; nothing reads weights here."""
+    values = RUN | more | {"model": {"config": shape_of(name), "tokenizer": "none"}}
+    own = {"device": "cuda", "backend": "gloo", "parallel": {"zero": 2}}
+    return values | own | {"train": values["train"] | {"masters": "split"},
+                           "data": RUN["data"] | {"sequence_length": length}}  # fmt: skip
 
 
 def measure(out: Path, rows: list[str]) -> None:
+    """All in one process, each point compiled for itself."""
+    import torch
+
     found = json.loads(out.read_text()) if out.exists() else {}
-    with tempfile.TemporaryDirectory() as place:
-        for row in rows:
-            for name, length, more in points(row):
-                file = Path(place) / "run.yaml"
-                file.write_text(json.dumps(run_of(name, length, more, Path(place))))
-                command = [sys.executable, "-m", "shardwise", "bench", "train", str(file), "--json", "--steps", "5"]
-                job = subprocess.run(command, capture_output=True, text=True)
-                told = json.loads(job.stdout) if job.returncode == 0 else {"error": job.stderr[-300:]}
-                kept = {
-                    key: told[key] for key in ("seconds", "memory", "tokens", "device", "mfu", "error") if key in told
-                }
-                found.setdefault(row, {})[f"{name} {length}"] = kept
-                out.write_text(json.dumps(found, indent=1))
-                print(row, name, length, kept, flush=True)
+    world: Any = None
+    for row in rows:
+        for name, length, more in points(row):
+            begun = time.perf_counter()
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            world, seconds = steps_of(name, length, more, world)
+            kept = {"seconds": seconds, "memory": torch.cuda.max_memory_allocated(),
+                    "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                    "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+            found.setdefault(row, {})[f"{name} {length}"] = kept
+            out.write_text(json.dumps(found, indent=1))
+            took = time.perf_counter() - begun
+            print(row, name, length, kept["seconds"], kept["memory"], f"{took:.0f} s", flush=True)
+
+
+def steps_of(name: str, length: int, more: dict[str, Any], world: Any) -> tuple[Any, float]:
+    """The median of some steps, after two to warm up."""
+    import gc
+
+    import torch
+
+    from shardwise.config.schema import Run
+    from shardwise.models.source import ModelSource, config_from
+    from shardwise.parallel.mesh import init_world
+    from shardwise.plan.bench_train import give_values
+    from shardwise.rehearse.batch import step_batch
+    from shardwise.rehearse.step import set_up, take_step
+
+    run = Run.model_validate(resolved(name, length, more))
+    world = world or init_world(run)
+    source = ModelSource(name, config_from(shape_of(name)), None, "none", task="causal")
+    parts, _ = set_up(source, run, world, None)
+    give_values(parts.sharded.model)
+    batch, taken = step_batch(run, 1), []
+    for micro in batch.micro_batches:
+        micro.input_ids.random_(0, 128000)
+        micro.labels.random_(0, 128000)
+    for number in range(7):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        take_step(parts, batch)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begun)
+        if number > 3 and sum(taken[2:]) > 8:
+            break
+    del parts
+    gc.collect()
+    return world, statistics.median(taken[2:])
 
 
 def arithmetic(name: str, length: int, row: str) -> float:
@@ -93,11 +130,8 @@ def foreseen(name: str, length: int, more: dict[str, Any]) -> tuple[float, float
     from shardwise.plan.estimate import estimate
     from shardwise.plan.hardware import cluster_of
 
-    with tempfile.TemporaryDirectory() as place:
-        values = run_of(name, length, more, Path(place)) | {"device": "cuda", "parallel": {"zero": 2}}
-        values["train"] = values["train"] | {"masters": "split"}
-        source = ModelSource(name, config_from(shape_of(name)), None, "none", task="causal")
-        got = estimate(source, Run.model_validate(values), cluster_of("h200", 1, 1))
+    source = ModelSource(name, config_from(shape_of(name)), None, "none", task="causal")
+    got = estimate(source, Run.model_validate(resolved(name, length, more)), cluster_of("h200", 1, 1))
     return got.time.seconds, got.peak
 
 

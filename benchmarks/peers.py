@@ -3,7 +3,8 @@
     python benchmarks/peers.py OUT.json ROW [ROW…] [--who NAME[,NAME…]] [--rows N] [--kernels FILE]
     python benchmarks/peers.py OUT.json                                prints what is in it
 
-Runs on the machine with the GPU. Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora, moe (12 layers of Qwen3-30B-A3B);
+Runs on the machine with the GPU. Rows: 1b-full, 8b-full, 8b-fp8, 8b-lora, 32b-qlora (Qwen2.5's
+shapes), moe (12 layers of Qwen3-30B-A3B);
 `--rows 4` takes so many sequences a step instead of the row's own. Each contestant has a process of its own, random
 weights of the model's shapes and full sequences of 4,096 tokens, and takes a whole step: forward, backward, clipping
 off, update. MFU counts 6 FLOP per parameter that a token meets (4 where the base is frozen) against 989 TFLOP/s.
@@ -29,12 +30,15 @@ MODELS: dict[str, dict[str, Any]] = {
                    "tie_word_embeddings": True},
     "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                    "tie_word_embeddings": False},
+    "32b": {"model_type": "qwen2", "max_position_embeddings": 131072, "vocab_size": 152064, "num_key_value_heads": 8,
+            "num_attention_heads": 40, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+            "tie_word_embeddings": False},
     "moe": {"model_type": "qwen3_moe", "max_position_embeddings": 40960, "vocab_size": 151936, "num_key_value_heads": 4,
             "num_attention_heads": 32, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
             "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
             "num_hidden_layers": 12, "tie_word_embeddings": False},
 }  # fmt: skip
-ACTIVE = {"1b": 1.236e9, "8b": 8.03e9, "moe": 1.306e9}  # parameters that a token meets
+ACTIVE = {"1b": 1.236e9, "8b": 8.03e9, "32b": 32.76e9, "moe": 1.306e9}  # parameters that a token meets
 # Row: model, sequences a step, FLOP per parameter and token, contestants.
 FULL = ("hf-liger", "compiled-liger", "ours", "ours-8bit")
 ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
@@ -47,6 +51,7 @@ ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
         4,
         ("peft-liger", "peft-best", "ours-lora", "ours-lora-fp8", "ours-qlora", "peft-bnb", "ours-qlora-fp8"),
     ),
+    "32b-qlora": ("32b", 1, 4, ("peft-bnb", "ours-qlora", "ours-qlora-fp8")),
     "moe": ("moe", 4, 6, ("hf-loop", "hf-liger", "compiled-liger", "ours-plain-experts", "ours", "ours-8bit")),
 }
 
@@ -98,7 +103,7 @@ def others(model: str, rows: int, *, liger: bool = False, compiled: bool = False
         from liger_kernel import transformers as kernels_of
 
         swap = getattr(kernels_of, f"apply_liger_kernel_to_{config.model_type}")
-        swap(rms_norm=not compiled, swiglu=not compiled and config.model_type == "llama", rope=not compiled)
+        swap(rms_norm=not compiled, swiglu=not compiled and config.model_type in ("llama", "qwen2"), rope=not compiled)
     with torch.device("cuda"):
         net: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     net.train()

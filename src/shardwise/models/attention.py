@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.acting import kind_of, stands_in
+from shardwise.kernels.long_attention import attend_long, is_long
 from shardwise.models.documents import DocumentMask, OwnMask, OwnRows, RowsMask
 from shardwise.models.grouped_attention import attend_in_groups
 
@@ -140,6 +141,8 @@ def attend_documents(
             # The only kernel that takes fp32 wants as many keys as queries; else every score would be kept.
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
             other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
+        if _in_long_kernel(query, key, value, attention_mask, dropout):
+            return attend_long(query, key, value, scaling), None
         return other(attention_mask=None, is_causal=True)
     if _kernel_takes(query, key, value, attention_mask, dropout):
         return _in_one_kernel(query, key, value, attention_mask, scaling), None
@@ -187,6 +190,14 @@ def _kernel_takes(
     grouped = query.shape[1] % key.shape[1] == 0
     # Documents of one token each take a path of their own in the kernel, made for decoding.
     return half and grouped and dropout == 0.0 and head <= mask.largest_head and mask.documents.longest > 1
+
+
+def _in_long_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float
+) -> bool:
+    """Whether one sequence is so long that its heads are taken a few at a time, by kernels that take this."""
+    same = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    return kind_of(query) == "cuda" and is_long(query) and same and _kernel_takes(query, key, value, mask, dropout)
 
 
 def _wide(x: torch.Tensor, head: int) -> torch.Tensor:

@@ -6,8 +6,11 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.kernels.long_attention import heads_at_a_time
+
 GROUPED = ("_grouped_mm", "grouped_product")  # the second: of kernels/grouped.py
 FLOAT8 = "lora_float8_product"  # of adapters/lora_float8.py
+LONG_BACKWARD = 9  # times the queries: cuDNN's own room is 4, the rest copies of what goes in and comes out
 BACKWARD = 2.5  # of attention, against its forward: five matrix products for two
 
 
@@ -56,7 +59,7 @@ def _adapted(args: Any, backward: bool) -> int:
 
 
 def workspace_of(func: Any, args: Any) -> int:
-    """Bytes that an operator of ours takes while it runs: the unpacked weight of a layer in few bits."""
+    """Bytes that an operator of ours takes while it runs, such as the unpacked weight of a layer in few bits."""
     name = func._schema.name
     if name == "shardwise::lora_linear" and args[8]:
         return int(args[4].shape[0] * args[7] * args[0].element_size())
@@ -64,4 +67,9 @@ def workspace_of(func: Any, args: Any) -> int:
         return int(args[0].shape[1] * args[8] * args[0].element_size())
     if name == f"shardwise::{FLOAT8}":  # the weight turned over, and what nf4 becomes
         return int(args[2].shape[0] * args[6] * (int(args[9]) + int(args[7] == "nf4")))
+    if name.startswith("shardwise::long_attention"):
+        backward = name.endswith("backward")
+        query, key = args[1:3] if backward else args[:2]
+        part = query.numel() * query.element_size() * heads_at_a_time(query, key) // key.shape[1]
+        return int(part * (LONG_BACKWARD if backward else 3))
     return 0
