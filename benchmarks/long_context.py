@@ -1,7 +1,8 @@
 """One step over a very long sequence on one GPU: LoRA over Llama 8B in fp8, its inputs on the host.
 
-    python benchmarks/long_context.py OUT.json TOKENS [LAYERS] [GROUP] [AHEAD]
+    python benchmarks/long_context.py OUT.json TOKENS [LAYERS] [GROUP] [ON_HOST]
 
+The inputs of the first ON_HOST blocks are sent to the host, all of them unless told.
 With fewer LAYERS than the model's 32, memory is taken for what the others would hold, on the device (their weights,
 and of a group of GROUP recomputed blocks as many inputs as LAYERS lack) and on the host (the inputs that are kept), so
 that what fits is what would fit whole. Prints seconds, peaks, and bytes per token; the parts of the step as they pass.
@@ -37,9 +38,8 @@ def settings(tokens: int, layers: int, group: int, on_host: int) -> dict[str, An
 
 
 def main() -> None:
-    out, tokens, layers, group, on_host = sys.argv[1], *map(int, [*sys.argv[2:], "32", "1", "32"][:4])
-    if len(sys.argv) < 6:
-        on_host = layers
+    out, given = sys.argv[1], [int(one) for one in sys.argv[2:]]
+    tokens, layers, group, on_host = [*given, *(0, LAYERS, 1, LAYERS)[len(given) :]]
     import torch
 
     from shardwise.config.schema import Run

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.kernels.adamw import split_adamw, split_adamw_reference
+from shardwise.kernels.adamw import split_adamw, split_adamw_reference, split_adamw_together
+from shardwise.kernels.squares import norm_of_all
 from shardwise.optim.codecs import FIRST, SECOND
 from shardwise.optim.rules import Hyper
 from shardwise.zero.master import join, split_
@@ -65,3 +66,40 @@ def test_coded_adamw_on_split_masters(kind: str, shape: tuple[int, int]) -> None
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
             else:
                 assert (a != b).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
+def test_many_in_one_launch_are_the_same_as_one_by_one(kind: torch.dtype, scaled: bool, shift: int) -> None:
+    """Equal to the bit, and nothing beside the tensors is written."""
+    hyper, scale = Hyper(1e-3, (0.9, 0.95), 1e-8, 0.1, 7), torch.tensor(0.5, device="cuda") if scaled else None
+    sizes, at, rows, expected, gradients = [1, 63, 1024, 1025, 70000], 64, [], [], []
+    highs = [torch.randn(n + shift, device="cuda").bfloat16()[shift:] for n in sizes]
+    blob = torch.zeros(10 * sum(sizes) + 64 * 64, dtype=torch.uint8, device="cuda")
+    for high in highs:
+        n, row = high.numel(), []
+        for width, dtype in ((2, torch.int16), (4, torch.float32), (4, torch.float32)):
+            part = blob[at : at + width * n].view(dtype)
+            part.copy_(torch.randint(-99, 99, (n,), device="cuda") if width == 2 else torch.rand(n, device="cuda"))
+            row, at = [*row, at], at + -(-width * n // 64) * 64
+        rows.append([n, *row])
+        gradients.append(torch.randn(n + shift, device="cuda", dtype=kind)[shift:])
+    alone = blob.clone()
+    for high, (n, *places), gradient in zip(highs, rows, gradients, strict=True):
+        kinds = (torch.int16, torch.float32, torch.float32)
+        low, mean, square = (alone[p : p + n * k.itemsize].view(k) for p, k in zip(places, kinds, strict=True))
+        weight = high.clone()
+        split_adamw(weight, low, gradient, mean, square, scale, hyper)
+        expected.append(weight)
+    split_adamw_together(highs, blob, torch.tensor(rows, device="cuda"), gradients, scale, hyper)
+    assert torch.equal(blob, alone)
+    assert all(torch.equal(a, b) for a, b in zip(highs, expected, strict=True))
+
+
+@pytest.mark.parametrize("kinds", [[torch.bfloat16], [torch.float32], [torch.bfloat16, torch.float32, torch.float16]])
+def test_the_norm_of_many(kinds: list[torch.dtype]) -> None:
+    sizes = [1, 63, 16384, 16385, 300000]
+    tensors = [torch.randn(n + 1, device="cuda", dtype=kind)[i % 2 :] for kind in kinds for i, n in enumerate(sizes)]
+    exact = torch.cat([t.double() for t in tensors]).norm()
+    assert abs(norm_of_all(tensors) / exact - 1) < 1e-6

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.acting import is_host, kind_of
-from shardwise.kernels.adamw import split_adamw
+from shardwise.kernels.adamw import split_adamw, split_adamw_together
 from shardwise.optim.codecs import FP32, Blockwise, Kind, mix
 from shardwise.optim.rules import RULES, Hyper, Rule
 from shardwise.optim.shards import local_of
@@ -39,6 +39,7 @@ from shardwise.zero.paging import Page, Pager, Region
 from shardwise.zero.pieces import Piece, Segment, at, cut, lay_out
 from shardwise.zero.shelf import Shelf
 from shardwise.zero.stages import ShardedModel
+from shardwise.zero.together import by_launch
 
 PIECE = {"cuda": 32 << 20, "cpu": 2 << 20}  # elements updated at once
 
@@ -249,7 +250,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _update(self, piece: Piece, scale: torch.Tensor | None) -> None:
         with self.pager.opened(piece.page) as regions:
             blob, rest = regions[0], iter(regions[1:])
-            for segment in piece.segments:
+            fused = self.shelf is None and self.split and self.rule is RULES["adamw"]
+            for segment in self._update_together(piece, blob, scale) if fused else piece.segments:
                 high = (
                     self._rows_of(segment) if self.shelf is None else _as(next(rest), segment, segment.parameter.dtype)
                 )
@@ -263,6 +265,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     rows = local_of(whole)[segment.start : segment.stop]
                     self._update_segment(segment, blob, high, rows, scale)
 
+    def _update_together(self, piece: Piece, blob: torch.Tensor, scale: torch.Tensor | None) -> list[Segment]:
+        """Updates what can be in one launch; returns the others."""
+        together, left = by_launch(piece, self.gradient, blob)
+        for launch in together:
+            for rows in launch.gradients:
+                rows.record_stream(self.pager.work)
+            highs = [self._rows_of(segment) for segment in launch.segments]
+            split_adamw_together(highs, blob, launch.layout, launch.gradients, scale, self._hyper(launch.segments[0]))
+        return left
+
+    def _hyper(self, segment: Segment) -> Hyper:
+        group = segment.group
+        return Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps)
+
     def _rows_of(self, segment: Segment) -> torch.Tensor:
         return local_of(segment.parameter)[segment.start : segment.stop]
 
@@ -274,8 +290,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradient: torch.Tensor,
         scale: torch.Tensor | None,
     ) -> None:
-        group, codecs = segment.group, segment.codecs
-        hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps)
+        codecs, hyper = segment.codecs, self._hyper(segment)
         stored = {s: {k: at(blob, place) for k, place in parts.items()} for s, parts in segment.parts.items()}
         low = at(blob, segment.low) if self.split else None
         seeds = [mix(self.steps, zlib.crc32(segment.name.encode()), i) for i in range(len(stored))]

@@ -50,6 +50,7 @@ class Piece:
     segments: list[Segment]
     page: Page
     eager: bool = False
+    layouts: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # for launches, see together.py
 
     @property
     def elements(self) -> int:
