@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from shardwise.kernels.pack_float8 import lay_out, pack, unpack_into
 from shardwise.kernels.quantize import (
     Bits,
     dequantize_into,
@@ -57,6 +58,10 @@ def main() -> None:
         rate = moved / seconds(work) / 1e9
         print(f"{name:48} {rate:7.0f} GB/s  {rate / copy:5.1%} of the copy")
 
+    row, scale = lay_out([(n, 0)]), torch.full((1,), 1e-3, device="cuda")
+    codes = pack(weights, row, scale.reciprocal())
+    show("pack bf16 → fp8", weights.nbytes + row.bytes, lambda: pack(weights, row, scale.reciprocal()))
+    show("unpack fp8 → bf16", weights.nbytes + row.bytes, lambda: unpack_into(target, codes, row, scale))
     bits: Bits
     for bits in (8, 4):
         size = packed_bytes(n, bits)

@@ -16,6 +16,7 @@ PEAK = 0.01  # how far a rehearsed peak may be from a real one
 QUICK: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero-3": ("llama", 2, {"parallel__zero": 3}),
     "tensor": ("llama", 2, {"parallel__tensor": 2}),
+    "fp8": ("llama", 2, {"parallel__zero": 3, "precision": "bf16", "fp8": {"recipe": "tensorwise", "least": 16}}),
 }
 SLOW: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero-0": ("llama", 2, {"parallel__zero": 0}),

@@ -20,12 +20,12 @@ def _world(node: int, shard: int) -> Any:
 def gathers(node: int, shard: int, cases: list[tuple[int, bool, torch.dtype]]) -> list[dict[str, Any]]:
     """For each (n, quantized, dtype): our gather of this rank's n numbers and a plain one; then again after the input
     changed, and after forget()."""
-    from shardwise.zero.collectives import WeightGather
+    from shardwise.zero.collectives import Int8Packing, WeightGather
 
     hops, group = _world(node, shard)
     results = []
     for n, quantized, dtype in cases:
-        gather = WeightGather(quantized, hops if node < shard else None)
+        gather = WeightGather(Int8Packing() if quantized else None, hops if node < shard else None)
         made = torch.Generator().manual_seed(dist.get_rank())
         values = [(9 * torch.randn(n, generator=made)).abs().to(dtype) for _ in range(2)]
         rounds = [_both(gather, values[0], group, node)]

@@ -211,6 +211,10 @@ def check_parallel(run: Run, ranks: int) -> None:
             "recompute_group", run.recompute_group, f"is for one GPU yet, not for {ranks} ranks", "leave it out"
         )
     check_secondary(run.parallel, ranks)
+    if run.fp8.gather == "fp8" and shard_size(zero, shard, spread) == 1:
+        raise UserError(
+            "fp8.gather", "fp8", "every rank has the weights whole: there is nothing to gather", "leave it out"
+        )
     batch, micro = run.train.batch_size, run.train.micro_batch_size
     ranks = data_ranks(run.parallel, ranks)
     among = f"{ranks} ranks" + (f" that see different data ({', '.join(axes)} apart)" if axes else "")

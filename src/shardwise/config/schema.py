@@ -534,6 +534,11 @@ class Fp8(Section):
     least: Count = Field(
         default=512, description="layers with fewer inputs or outputs stay in bf16: rounding costs more than it saves"
     )
+    gather: Literal["auto", "bf16", "fp8"] = Field(
+        default="auto",
+        description="how ZeRO gathers these layers' weights; fp8 = as they are multiplied: half the bytes, the same "
+        "numbers (tensorwise only); auto = fp8 wherever that can be",
+    )
 
 
 class Run(Section):

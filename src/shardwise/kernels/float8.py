@@ -8,6 +8,11 @@ gradients take e5m2 (more range) where one scale serves a whole tensor.
 `rowwise`: one scale per row of each product's operands, so that an outlier costs its own row alone; each product rounds
 from the 16-bit tensors anew, along the dimension it sums over.
 
+[Note: one inverse] A weight with one scale is rounded by ranks that send it and by layers that multiply it
+(pack_float8.py), and must come to the same codes, though compiled code divides less exactly than torch does. So what it
+is multiplied with, 448 / largest, has 8 bits of mantissa, as both numbers have: the nearest tie is 2⁻¹⁷ away, so that
+any division finds the same; and its products with bf16 numbers are exact in fp32.
+
 All but the rounding to two layouts (round_turned.py) is plain torch, so that a compiled block fuses it with what comes
 before.
 """
@@ -24,7 +29,7 @@ from shardwise.kernels.round_turned import lengthened, round_both, round_turned,
 Recipe = Literal["tensorwise", "rowwise"]
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # of NVIDIA's GPUs that have such products
-TINY = 1e-12  # below it a tensor counts as zero
+TINY = 2.0**-40  # below it a tensor counts as zero; a bf16 number: see [Note: rounding twice] in pack_float8.py
 
 
 def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
@@ -39,18 +44,19 @@ def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 class _Tensorwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        x_scale, weight_scale = scale_of(x, FORWARD), scale_of(weight, FORWARD)
+        x_scale, inverse = scale_of(x, FORWARD), inverse_for(largest_of(weight))
         if ctx.needs_input_grad[1]:  # the other layout is what its product will want, and all that is kept of x
             by_rows, turned = round_both(x, x_scale.reciprocal(), FORWARD)
         else:
             by_rows, turned = cast(x, x_scale, FORWARD), None
         # The weight itself is kept, not its 8 bits: FSDP frees it and gathers it again in between.
-        ctx.save_for_backward(turned, x_scale, weight, weight_scale)
-        return multiply(by_rows, cast(weight, weight_scale, FORWARD).t(), x_scale, weight_scale, x.dtype, fast=True)
+        ctx.save_for_backward(turned, x_scale, weight, inverse)
+        columns = rounded(weight, inverse, FORWARD).t()
+        return multiply(by_rows, columns, x_scale, inverse.reciprocal(), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x_turned, x_scale, weight, weight_scale = ctx.saved_tensors
+        x_turned, x_scale, weight, inverse = ctx.saved_tensors
         scale, d_x, d_weight = scale_of(gradient, BACKWARD), None, None
         if x_turned is None:
             by_rows = cast(gradient, scale, BACKWARD)
@@ -58,8 +64,8 @@ class _Tensorwise(torch.autograd.Function):
             by_rows, turned = round_both(gradient, scale.reciprocal(), BACKWARD)
             d_weight = multiply(turned, x_turned.t(), scale, x_scale, gradient.dtype)
         if ctx.needs_input_grad[0]:
-            columns = round_turned(weight, weight_scale.reciprocal(), FORWARD).t()
-            d_x = multiply(by_rows, columns, scale, weight_scale, gradient.dtype)
+            columns = round_turned(weight, inverse, FORWARD).t()
+            d_x = multiply(by_rows, columns, scale, inverse.reciprocal(), gradient.dtype)
         return d_x, d_weight
 
 
@@ -86,9 +92,27 @@ def _by_rows(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, fast: 
 
 def scale_of(x: torch.Tensor, kind: torch.dtype, rows: bool = False) -> torch.Tensor:
     """What the largest value is divided by to be the format's largest; in fp32, a scalar or a column."""
-    low, high = x.aminmax(dim=1, keepdim=True) if rows else x.aminmax()
-    largest = torch.maximum(high, -low).float()
+    return scale_for(largest_of(x, rows), kind)
+
+
+def scale_for(largest: torch.Tensor, kind: torch.dtype = FORWARD) -> torch.Tensor:
+    """The scale of what has this largest value."""
     return largest.clamp(min=TINY) / torch.finfo(kind).max
+
+
+def largest_of(x: torch.Tensor, rows: bool = False) -> torch.Tensor:
+    """In fp32, a scalar or a column."""
+    low, high = x.aminmax(dim=1, keepdim=True) if rows else x.aminmax()
+    return torch.maximum(high, -low).float()
+
+
+def inverse_for(largest: torch.Tensor) -> torch.Tensor:
+    """What a weight with this largest value is multiplied with; see [Note: one inverse].
+
+    Rounded in its bits, because a compiler takes a cast to bf16 and back for nothing.
+    """
+    exact = torch.finfo(FORWARD).max / largest.clamp(min=TINY)
+    return ((exact.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

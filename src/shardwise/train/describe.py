@@ -24,7 +24,7 @@ from shardwise.parallel.mesh import Layout, layout_of
 from shardwise.parallel.picture import axis_lines, picture
 from shardwise.parallel.pipeline.schedule import bubble, schedule_of, simulate
 from shardwise.zero.plusplus import describe_collectives
-from shardwise.zero.policy import held_by_place
+from shardwise.zero.policy import float8_gathers, held_by_place
 from shardwise.zero.stages import unmanaged
 from shardwise.zero.units import choose_units, describe_units
 
@@ -114,7 +114,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         f"{run.train.batch_size} = {micro} per forward × {layout.data} ranks{_apart(run)} × {rounds} accumulated",
     )
     groups = f"; {layout.replicate} groups of {shard}" if layout.replicate > 1 < shard else ""
-    groups += describe_collectives(run.parallel, shard, int(run.ranks))
+    groups += describe_collectives(run.parallel, shard, int(run.ranks), float8_gathers(run, shard))
     divided = STAGES[run.parallel.zero] if layout.replicate * shard > 1 else _nothing(layout)
     where = f"{ranks} on {run.device} ({run.backend}), {run.computes_in}"
     table.add_row("ranks", f"{where}, ZeRO {run.parallel.zero}: {divided}{groups}")

@@ -55,7 +55,7 @@ from shardwise.zero.groups import keep_one_of
 from shardwise.zero.host import return_freed_memory
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.plusplus import install_collectives
-from shardwise.zero.policy import eager_share, keeps_whole, offload_optimizer, split_in, store_in_bf16
+from shardwise.zero.policy import eager_share, float8_gathers, keeps_whole, offload_optimizer, split_in, store_in_bf16
 from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import COMPUTE, ShardedModel, shard_experts, shard_model
 from shardwise.zero.units import explain_divided
@@ -139,7 +139,7 @@ def build_model(
     sharded.kept, sharded.lookup = adapted.kept, lookup
     if run.parallel.beyond_data:
         spread.take(sharded)
-    install_collectives(sharded, run.parallel, world, run.timeout)
+    install_collectives(sharded, run.parallel, world, run.timeout, float8_gathers(run, world.mesh.size(1)))
     return sharded, spread
 
 

@@ -16,7 +16,7 @@ Calls return None, never a work handle: what follows is ordered by the stream on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,42 @@ NODE_GRADIENT_BITS: Bits = 8
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class WeightGather(AllGather):
-    """One unit's gather: as int8 if `quantized` (qwZ), keeping a secondary shard within a step if `hops` (hpZ).
+class Packing(Protocol):
+    """A way to send a shard in fewer bytes."""
 
-    The secondary shard is int8 too where both are on. Buffers that are no floats (packed 4-bit weights) go as they are.
+    def takes(self, shard: torch.Tensor) -> bool:
+        """Whether this gather goes so; the same answer on every rank."""
+
+    def pack(self, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The shard as flat bytes; `group` has all shards."""
+
+    def unpack_into(self, slices: torch.Tensor, rows: torch.Tensor) -> None:
+        """(…, bytes) → (…, elements), of any strides but the last."""
+
+
+class Int8Packing:
+    """qwZ. Buffers that are no floats (packed 4-bit weights) go as they are."""
+
+    def takes(self, shard: torch.Tensor) -> bool:
+        return shard.is_floating_point()
+
+    def pack(self, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return quantize(shard, WEIGHT_BITS)
+
+    def unpack_into(self, slices: torch.Tensor, rows: torch.Tensor) -> None:
+        dequantize_into(slices, rows, WEIGHT_BITS)
+
+
+class WeightGather(AllGather):
+    """One unit's gather: in fewer bytes with a `packing`, keeping a secondary shard within a step if `hops` (hpZ).
+
+    The secondary shard is packed too where both are on.
     """
 
-    def __init__(self, quantized: bool, hops: Hops | None) -> None:
-        self._quantized, self._hops = quantized, hops
+    def __init__(self, packing: Packing | None, hops: Hops | None) -> None:
+        self._packing, self._hops = packing, hops
         self._secondary: torch.Tensor | None = None
+        self._packed = False  # the secondary shard
         self._ready: torch.cuda.Event | None = None
 
     @property
@@ -61,25 +88,28 @@ class WeightGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fills the output with every rank's input."""
-        packed = self._quantized and input_tensor.is_floating_point()
+        packing = self._packing if self._packing is not None and self._packing.takes(input_tensor) else None
         if self._hops is not None:
             nodes, local = self._hops.across.size(), self._hops.within.size()
-            rows = self._through_node(input_tensor, packed, self._hops).view(local, nodes, -1)
+            rows = self._through_node(input_tensor, packing, group, self._hops).view(local, nodes, -1)
             slices = output_tensor.view(nodes, local, -1).transpose(0, 1)
-        elif packed:
-            rows = _gather(quantize(input_tensor, WEIGHT_BITS), group)
+        elif packing is not None:
+            rows = _gather(packing.pack(input_tensor, group), group)
             slices = output_tensor.view(group.size(), -1)
         else:
             all_gather(output_tensor, input_tensor, group=group)
             return
-        if packed:
-            dequantize_into(slices, rows, WEIGHT_BITS)
+        if packing is not None:
+            packing.unpack_into(slices, rows)
         else:
             slices.copy_(rows)
 
-    def _through_node(self, shard: torch.Tensor, packed: bool, hops: Hops) -> torch.Tensor:
-        if self._secondary is None:
-            self._secondary = _gather(quantize(shard, WEIGHT_BITS) if packed else shard, hops.across)
+    def _through_node(
+        self, shard: torch.Tensor, packing: Packing | None, group: dist.ProcessGroup, hops: Hops
+    ) -> torch.Tensor:
+        if self._secondary is None or self._packed is not (packing is not None):
+            sent = shard if packing is None else packing.pack(shard, group)
+            self._secondary, self._packed = _gather(sent, hops.across), packing is not None
             if shard.is_cuda:
                 self._ready = torch.cuda.Event()
                 self._ready.record()

@@ -2,6 +2,7 @@
 
   secondary_shard     hpZ  the global gather happens once a step; later ones stay within `secondary_shard` ranks
   quantize_weights    qwZ  gathers as int8: half of bf16
+  fp8.gather               weights of layers that multiply in fp8 are gathered so, where qwZ is not on (float8.py)
   quantize_gradients  qgZ  reductions in 4 bits: an eighth of fp32. In a group of several nodes with several ranks
                            each, in 8 bits within a node, and of each node's sum only in 4 across
   gradient_feedback        what those 4 bits lost is added the next time
@@ -11,23 +12,32 @@ All act within a shard group. With hybrid sharding, the all-reduce between group
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.schema import Parallel
 from shardwise.parallel.mesh import Hops, World, ranks_per_node, split_shards
-from shardwise.zero.collectives import GradientReduce, WeightGather
-from shardwise.zero.stages import ShardedModel
+from shardwise.zero.collectives import GradientReduce, Int8Packing, Packing, WeightGather
+from shardwise.zero.float8 import Scales, packing_of
+from shardwise.zero.stages import ShardedModel, parameter_groups
+
+Float8Gathers = Literal["", "once", "by unit"]  # not, or with scales compared once an update for all, or for each unit
 
 
-def install_collectives(sharded: ShardedModel, parallel: Parallel, world: World, timeout: float) -> None:
-    """Replaces the model's gathers and reductions by what the settings ask for; collective: every rank calls it."""
+def install_collectives(
+    sharded: ShardedModel, parallel: Parallel, world: World, timeout: float, float8: Float8Gathers = ""
+) -> None:
+    """Replaces the model's gathers and reductions by what the settings ask for; collective: every rank calls it.
+
+    `float8`: whether what multiplies in fp8 is gathered so (zero/float8.py).
+    """
     shard = world.mesh.size(1)
     # One node that is the whole group: every gather stays within it as it is.
     secondary = None if parallel.secondary_shard == shard else parallel.secondary_shard
-    if shard == 1 or not (secondary or parallel.quantize_weights or parallel.quantize_gradients):
+    if shard == 1 or not (secondary or parallel.quantize_weights or parallel.quantize_gradients or float8):
         return
-    units = [m for m in sharded.model.modules() if isinstance(m, FSDPModule)]
+    units = _gathered_apart(sharded)
     hops: dict[int, Hops] = {}
 
     def hops_of(size: int) -> Hops:
@@ -35,9 +45,14 @@ def install_collectives(sharded: ShardedModel, parallel: Parallel, world: World,
             hops[size] = split_shards(world.mesh, size, timeout)
         return hops[size]
 
-    if secondary or parallel.quantize_weights:
-        for unit in units:
-            gather = WeightGather(parallel.quantize_weights, hops_of(secondary) if secondary else None)
+    packings: dict[FSDPModule, Packing] = {}
+    if parallel.quantize_weights:
+        packings = dict.fromkeys(units, Int8Packing())
+    elif float8:
+        packings = pack_float8(sharded, units, by_unit=float8 == "by unit")
+    for unit in units:
+        if secondary or unit in packings:
+            gather = WeightGather(packings.get(unit), hops_of(secondary) if secondary else None)
             unit.set_custom_all_gather(gather)
             sharded.on_update.append(gather.forget)
     if parallel.quantize_gradients:
@@ -48,11 +63,32 @@ def install_collectives(sharded: ShardedModel, parallel: Parallel, world: World,
             sharded.on_save.append(reduce.forget)
 
 
-def describe_collectives(parallel: Parallel, shard: int, local: int) -> str:
+def pack_float8(sharded: ShardedModel, units: list[FSDPModule], by_unit: bool) -> dict[FSDPModule, Packing]:
+    """For each unit that has layers in fp8, how it is gathered."""
+    found: dict[FSDPModule, Packing] = {}
+    together = Scales()
+    for unit in units:
+        scales = Scales() if by_unit else together
+        if (packing := packing_of(unit, scales)) is not None:
+            found[unit] = packing
+            if by_unit or len(found) == 1:
+                sharded.on_update.append(scales.forget)
+    return found
+
+
+def _gathered_apart(sharded: ShardedModel) -> list[FSDPModule]:
+    """The model's units; of modules that are gathered together, one."""
+    found = {tuple(map(id, parameter_groups(u))): u for u in sharded.model.modules() if isinstance(u, FSDPModule)}
+    return list(found.values())
+
+
+def describe_collectives(parallel: Parallel, shard: int, local: int, float8: Float8Gathers = "") -> str:
     """What is said of it in the plan of a run with `local` ranks on each host; empty without any."""
     said = []
     if parallel.quantize_weights and shard > 1:
         said.append("gathers in int8 (qwZ)")
+    elif float8 and shard > 1:
+        said.append("gathers the weights of fp8 layers as fp8")
     if parallel.quantize_gradients and shard > 1:
         width = "in 4 bits between nodes, 8 within" if _node_of(shard, local) > 1 else "in 4 bits"
         feedback = ", adding what rounding lost" if parallel.gradient_feedback is not False else ""
@@ -71,7 +107,7 @@ def held_besides(
 ) -> dict[str, float]:
     """Bytes of device memory that a rank gives to ZeRO++, by kind, with `local` ranks on each host.
 
-    `parameters` are those that are trained.
+    `parameters` are those that are trained. Where weights are gathered as fp8 hpZ's copy takes less, by their share.
     """
     held = {}
     if parallel.secondary_shard not in (None, shard):

@@ -19,7 +19,7 @@ from shardwise.zero.account import predicted_bytes
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.offload import PIECE, OffloadedOptimizer
 from shardwise.zero.paging import DEPTH
-from shardwise.zero.plusplus import held_besides
+from shardwise.zero.plusplus import Float8Gathers, held_besides
 from shardwise.zero.shelf import Shelf
 from shardwise.zero.stages import ShardedModel
 
@@ -46,6 +46,15 @@ def keeps_whole(run: Run, world: World) -> bool:
 def _stays_whole(run: Run) -> bool:
     stays = run.parallel.zero < 3 and not run.parallel.beyond_data and run.offload.optimizer == "none"
     return stays and split_in(run)
+
+
+def float8_gathers(run: Run, shard: int) -> Float8Gathers:
+    """Whether weights that are multiplied in fp8 are gathered so, over a group of `shard` ranks."""
+    fp8, parallel = run.fp8, run.parallel
+    wanted = fp8.recipe == "tensorwise" and fp8.gather != "bf16" and shard > 1
+    if not wanted or parallel.quantize_weights or parallel.beyond_data or run.offload.parameters != "none":
+        return ""
+    return "by unit" if split_in(run) or run.offload.optimizer != "none" else "once"
 
 
 def eager_share(run: Run) -> float:

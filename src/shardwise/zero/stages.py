@@ -12,7 +12,7 @@ What bites, and what is done about it:
     then updates shards that are never gathered again. `prepare_micro_batch(last=True)` always turns it back on.
   * After a forward without backward (evaluation) at stage 1 or 2 the parameters stay gathered and
     `model.parameters()` yields tensors that the optimizer does not own. We keep our own list, taken at sharding time,
-    and `evaluation()` reshards on the way out.
+    and `evaluation()` reshards on the way out; on the way in too: what was gathered to train may be rounded to fp8.
   * A collective that keeps a copy of the parameters within a step (hpZ) would train on old ones in silence. Whoever
     writes to the parameters calls `updated()`.
 """
@@ -80,7 +80,7 @@ class ShardedModel:
     def evaluation(self) -> Iterator[None]:
         """Around forwards without backward: evaluation mode, no gradients, and shards put back at the end."""
         self.model.eval()
-        self.updated()  # once an evaluation: cheap, and it never measures anything but the present parameters
+        self.reshard()  # so that it never measures anything but the present parameters, as they are
         try:
             with torch.no_grad():
                 yield

@@ -90,6 +90,7 @@ SECTIONS = (
 )  # fmt: skip
 
 NO_FP8 = "set fp8: none and precision: bf16"
+AS_BF16 = "leave it out: gathers are in bf16"
 
 BESIDE_AXES = (
     _rule("offload.optimizer", (f.STATES, f.AXES), ALONE, "set offload.optimizer: none"),
@@ -98,6 +99,8 @@ BESIDE_AXES = (
     _rule("parallel.quantize_weights", (f.QUANTIZE_WEIGHTS, f.AXES), PLUSPLUS, "leave it out"),
     _rule("parallel.quantize_gradients", (f.QUANTIZE_GRADIENTS, f.AXES), PLUSPLUS, "leave it out"),
     _rule("parallel.secondary_shard", (f.SECONDARY, f.AXES), PLUSPLUS, "leave it out"),
+    _rule("fp8.gather", (f.FP8_GATHER, _others(f.AXES, f.TENSOR, f.ZBV)), "works with ZeRO alone, not with {axes}",
+          AS_BF16),
     _rule("parallel.bucket", (f.BUCKET, f.AXES), "goes by whole blocks beside {axes}", "leave it out"),
     _rule("train.optimizer", (_others(f.OPTIMIZERS, f.ADAMW), DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
     _rule("train.optimizer_state", (f.BF16_STATES, DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
@@ -126,6 +129,9 @@ STAGES = (
     _rule("parallel.shard", (f.SHARD, f.ZERO[0]), "stage 0 shards nothing",
           "set parallel.zero to 1, 2 or 3, or leave shard out"),
     _rule("parallel.quantize_weights", (f.QUANTIZE_WEIGHTS, f.ZERO[0]), "stage 0 gathers no weights", NEEDS_SHARDS),
+    _rule("fp8.gather", (f.FP8_GATHER, f.ZERO[0]), "stage 0 gathers no weights", NEEDS_SHARDS),
+    _rule("fp8.gather", (f.FP8_GATHER, f.QUANTIZE_WEIGHTS), "parallel.quantize_weights gathers them as int8",
+          "leave one of the two out"),
     _rule("parallel.quantize_gradients", (f.QUANTIZE_GRADIENTS, f.ZERO[0]),
           "stage 0 all-reduces its gradients; 4 bits are for those that are reduced into shards", NEEDS_SHARDS),
     _rule("parallel.gradient_feedback", (f.FEEDBACK, f.WHOLE_GRADIENTS),
@@ -161,6 +167,8 @@ PLACES = (
           f"use optimizer: {named(f.ELEMENTWISE)}, or offload none"),
     _rule("offload.parameters", (f.PARAMETERS, f.ZERO[:3]), "stage {parallel.zero} holds all parameters on the device",
           "set parallel.zero: 3"),
+    _rule("fp8.gather", (f.FP8_GATHER, f.PARAMETERS), "weights that are not on the device cannot be asked for scales",
+          AS_BF16),
     _rule("offload.parameters", (f.PARAMETERS, f.STATES_STAY),
           "the optimizer's states would be larger than what leaves the device",
           "set offload.optimizer: cpu or disk too"),
@@ -240,6 +248,11 @@ MACHINES = (
     _rule("fp8", (f.FP8, (f.PRECISIONS[0], f.FP16)), "computes beside bf16, not {precision}",
           f"set precision: bf16, or {NO_FP8}", shown="fp8.recipe"),
     _rule("fp8.keep", (f.KEPT_16, f.NO_FP8), "nothing multiplies in 8 bits", "set precision: fp8, or leave it out"),
+    _rule("fp8.gather", (f.FP8_GATHER, f.NO_FP8), "nothing multiplies in 8 bits",
+          "set precision: fp8, or leave it out"),
+    _rule("fp8.gather", (f.FP8_GATHER, f.FP8[1]),
+          "scales by row are of rows forward and of columns backward, and codes have one of the two",
+          "use recipe: tensorwise, or leave it out: gathers are in bf16"),
     _rule("backend", (f.NCCL, f.CPU), "works on CUDA devices only", "use backend: gloo or leave it out"),
 )  # fmt: skip
 
