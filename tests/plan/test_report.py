@@ -16,6 +16,7 @@ from urllib.parse import quote
 import pytest
 from support.tiny import LLAMA
 
+from shardwise.config.schema import Fp8
 from shardwise.errors import UserError
 from shardwise.plan.charts import seconds, ticks
 from shardwise.plan.command import _resolved
@@ -79,6 +80,19 @@ def test_no_text_is_trusted(plan: Plan) -> None:
     assert json.loads(page.split('id="data">')[1].split("</script>")[0])["batch"] == plan.run.train.batch_size
 
 
+def test_gathers_in_fp8_move_less(plan: Plan) -> None:
+    """By a byte for each parameter of a block, where data alone is divided."""
+    assert plan.quick is not None
+    of, sizes = plan.quick.of, plan.quick.of.sizes
+    moved = {}
+    for gather in ("auto", "bf16"):
+        run = plan.run.model_copy(update={"fp8": Fp8(recipe="tensorwise", gather=gather)})
+        quick = Quick(of, run, plan.cluster)
+        moved[gather] = [quick.gathered(s) for s in (Strategy(3), Strategy(3, context=2))]
+    assert moved["bf16"][0] - moved["auto"][0] == sizes.layers * (sizes.block - sizes.experts) > 0
+    assert moved["bf16"][1] == moved["auto"][1]
+
+
 def test_nothing_that_fits_is_told(plan: Plan) -> None:
     small = replace(plan.cluster, device=replace(plan.cluster.device, memory=1 << 20))
     options = [replace(one, estimate=replace(one.estimate, cluster=small)) for one in plan.options]
@@ -139,12 +153,15 @@ def test_ticks_are_round() -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium to run the page in")
-def test_the_page_computes_as_python_does(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["none", "tensorwise"])
+def test_the_page_computes_as_python_does(recipe: Any, plan: Plan, tmp_path: Path) -> None:
     """Rough scores of many strategies, on other clusters and for other sizes, within a millionth."""
     assert plan.quick is not None
     of = plan.quick.of
     sizes = replace(of.sizes, experts=of.sizes.block * 0.6)  # as if it had experts, for their exchange
-    quick = Quick(replace(of, sizes=sizes), plan.run, plan.cluster)
+    run = plan.run.model_copy(update={"fp8": Fp8(recipe=recipe)})
+    quick = Quick(replace(of, sizes=sizes), run, plan.cluster)
+    assert quick.float8 is (recipe == "tensorwise")
     source = tmp_path / "plan.html"
     write_report(replace(plan, quick=quick), None, source)
     shares = json.loads(source.read_text().split('id="data">')[1].split("</script>")[0])["attention"]

@@ -45,6 +45,8 @@ def _both(gather: Any, value: torch.Tensor, group: Any, node: int) -> tuple[torc
     mine = out[group.rank() * n : (group.rank() + 1) * n].copy_(value)
     with WireCount(node) as wire:
         gather(output_tensor=out, input_tensor=mine, group=group)
+    if gather._hops is None and group.size() > 1:
+        assert gather.moved(mine, group.size()) == sum(wire.bytes.values())
     reference = torch.empty_like(out)
     all_gather(reference, value, group=group)
     return out, reference, sum(wire.bytes.values()), sum(wire.across.values())

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "in-backward": (2, {"zero": 3}, {"train__in_backward": True, "train__clip": None}),
     "gpt2": (2, {"zero": 3}, {"config": config_of("gpt2")}),
     "mixtral": (2, {"zero": 3}, {"config": config_of("mixtral")}),
+    "compiled": (2, {"zero": 3}, {"compile": True}),
     "kept": (2, {"zero": 3}, {"fp8__keep": ["down_proj"]}),
 }
 QUICK = ("zero-1", "hybrid")
@@ -74,7 +75,8 @@ def test_the_same_to_the_bit(name: str, shared: Path, cpu_precision_env: dict[st
         run = a_run(shared, name, gather, parallel, **changes)
         made[gather] = run_ranks(float8.train_and_count, ranks, run, env=cpu_precision_env)[0]
     assert equal(made["bf16"], made["fp8"])
-    assert made["fp8"]["bytes"]["all_gather"] < 0.9 * made["bf16"]["bytes"]["all_gather"]
+    less = 0.98 if name == "mixtral" else 0.9  # most of whose weights are experts
+    assert made["fp8"]["bytes"]["all_gather"] < less * made["bf16"]["bytes"]["all_gather"]
     assert len(made["fp8"]["losses"]) == 4 and len(made["fp8"]["evaluated"]) == 2
 
 

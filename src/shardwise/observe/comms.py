@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shardwise.observe.breakdown import Timer
+from shardwise.zero.collectives import WeightGather
 from shardwise.zero.stages import parameter_groups
 
 
@@ -49,7 +50,9 @@ class _Gather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        with self._timer.collective("all_gather", output_tensor.nbytes, group.size(), part="gather"):
+        packed = isinstance(self._inner, WeightGather)
+        size = self._inner.moved(input_tensor, group.size()) if packed else output_tensor.nbytes
+        with self._timer.collective("all_gather", size, group.size(), part="gather"):
             return self._inner(output_tensor, input_tensor, group, async_op)
 
 

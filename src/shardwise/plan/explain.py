@@ -76,7 +76,7 @@ def _why_stage(s: Strategy, quick: Quick, cluster: Cluster) -> str:
     moved = ""
     if s.zero == 3:
         _, mine = quick.parameters(s)
-        passes = (3 if s.recompute else 2) * 2 * mine + 4 * mine * quick.of.sizes.trained
+        passes = (3 if s.recompute else 2) * quick.gathered(s) + 4 * mine * quick.of.sizes.trained
         total = passes * quick.count(s)
         spread = quick.ranks(s)[1]
         near = max(1, min(spread, cluster.per_node // s.tensor))

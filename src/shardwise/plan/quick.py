@@ -156,6 +156,8 @@ class Quick:
     def __init__(self, of: Profile, run: Run, cluster: Cluster) -> None:
         self.of, self.run, self.cluster = of, run, cluster
         self.frozen = {"qlora": 0.6}.get(run.method.type, 2.0)
+        # Whether weights that multiply in fp8 are gathered so, where data alone is divided.
+        self.float8 = run.fp8.recipe == "tensorwise" and run.fp8.gather != "bf16" and not run.parallel.quantize_weights
 
     def ranks(self, s: Strategy) -> tuple[int, int]:
         """Ranks that see other data, and ranks that divide the states."""
@@ -169,6 +171,12 @@ class Quick:
         layers = math.ceil(sizes.layers / s.pipeline)
         rest = sizes.rest / s.tensor / (2 if s.pipeline > 1 else 1)
         return block, block * layers + rest
+
+    def gathered(self, s: Strategy) -> float:
+        """Bytes of one gather of all weights; in fp8 is about all of a block but its experts."""
+        sizes, (_, mine) = self.of.sizes, self.parameters(s)
+        alone = s.tensor * s.context * s.pipeline * s.expert == 1 and s.offload_parameters == "none"
+        return 2 * mine - (sizes.layers * (sizes.block - sizes.experts) if self.float8 and alone else 0.0)
 
     def count(self, s: Strategy) -> int:
         """Micro-batches of a rank in a step."""
@@ -248,8 +256,9 @@ class Quick:
             near = 2 if cluster.nodes < s.pipeline else 1
             each += 2 * (2 if s.interleaved else 1) * wire_seconds("send", size, 2, near, cluster)
         near = max(1, min(shard, cluster.per_node // s.tensor))
-        gather = self._wire("all_gather", 2 * mine, shard, near)
-        again = self._wire("all_gather", 2 * mine, s.secondary, s.secondary) if s.secondary else gather
+        size = self.gathered(s)
+        gather = self._wire("all_gather", size, shard, near)
+        again = self._wire("all_gather", size, s.secondary, s.secondary) if s.secondary else gather
         reduce = self._wire("reduce_scatter", 4 * mine * sizes.trained, shard, near)
         across = 0.0
         if s.shard is not None and data * s.context > shard:

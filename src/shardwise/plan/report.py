@@ -87,7 +87,7 @@ def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[
         **{name: value for name, value in vars(of).items() if name != "sizes"},
         "sizes": asdict(of.sizes),
         "attention": {"forward": attention[0], "backward": attention[1]},
-        "frozen": quick.frozen,
+        "frozen": quick.frozen, "float8": quick.float8,
         "working": 2.0 if run.precision != "fp32" else 4.0,
         "states": state_bytes(run.train),
         "workspace": WORKSPACE, "slower": SLOWER, "contention": CONTENTION, "blend": BLEND,

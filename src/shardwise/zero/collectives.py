@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from shardwise.kernels.quantize import Bits, dequantize_into, quantize, requantize_sum, sum_dequantized_into
+from shardwise.kernels.quantize import (
+    Bits,
+    dequantize_into,
+    packed_bytes,
+    quantize,
+    requantize_sum,
+    sum_dequantized_into,
+)
 from shardwise.parallel.mesh import Hops
 
 WEIGHT_BITS: Bits = 8
@@ -39,6 +46,9 @@ class Packing(Protocol):
     def takes(self, shard: torch.Tensor) -> bool:
         """Whether this gather goes so; the same answer on every rank."""
 
+    def bytes_of(self, shard: torch.Tensor) -> int:
+        """What the shard takes on the wire."""
+
     def pack(self, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The shard as flat bytes; `group` has all shards."""
 
@@ -51,6 +61,9 @@ class Int8Packing:
 
     def takes(self, shard: torch.Tensor) -> bool:
         return shard.is_floating_point()
+
+    def bytes_of(self, shard: torch.Tensor) -> int:
+        return packed_bytes(shard.numel(), WEIGHT_BITS)
 
     def pack(self, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return quantize(shard, WEIGHT_BITS)
@@ -76,6 +89,11 @@ class WeightGather(AllGather):
         """What the secondary shard takes at the moment."""
         return 0 if self._secondary is None else self._secondary.nbytes
 
+    def moved(self, shard: torch.Tensor, ranks: int) -> int:
+        """Bytes of a gather over so many ranks, in the type that it is sent in."""
+        packing = self._packing_for(shard)
+        return ranks * (shard.nbytes if packing is None else packing.bytes_of(shard))
+
     def forget(self) -> None:
         """Drops the secondary shard: the parameters are no longer those it was made of."""
         self._secondary = self._ready = None
@@ -88,7 +106,7 @@ class WeightGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fills the output with every rank's input."""
-        packing = self._packing if self._packing is not None and self._packing.takes(input_tensor) else None
+        packing = self._packing_for(input_tensor)
         if self._hops is not None:
             nodes, local = self._hops.across.size(), self._hops.within.size()
             rows = self._through_node(input_tensor, packing, group, self._hops).view(local, nodes, -1)
@@ -103,6 +121,9 @@ class WeightGather(AllGather):
             packing.unpack_into(slices, rows)
         else:
             slices.copy_(rows)
+
+    def _packing_for(self, shard: torch.Tensor) -> Packing | None:
+        return self._packing if self._packing is not None and self._packing.takes(shard) else None
 
     def _through_node(
         self, shard: torch.Tensor, packing: Packing | None, group: dist.ProcessGroup, hops: Hops

@@ -68,6 +68,10 @@ class Float8Packing:
         """Whether what is gathered now will be rounded."""
         return all(layer.training for layer in self._layers)
 
+    def bytes_of(self, shard: torch.Tensor) -> int:
+        """What a rank's shards take on the wire."""
+        return self._row.bytes
+
     def pack(self, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """A rank's shards as bytes."""
         self._scales.renew(group)
