@@ -90,8 +90,11 @@ def in_bitsandbytes(model: Any) -> Any:
 
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
-            packed = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4",
-                                       compute_dtype=torch.bfloat16, compress_statistics=True)  # fmt: skip
+            packed = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, bias=module.bias is not None, quant_type="nf4",
+                compute_dtype=torch.bfloat16, compress_statistics=True, device="meta",
+            )  # fmt: skip
+            packed.bias = module.bias
             packed.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4",
                                               compress_statistics=True)  # fmt: skip
             parent, _, leaf = name.rpartition(".")
