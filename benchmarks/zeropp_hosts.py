@@ -11,7 +11,7 @@ directions, headers included, between the end of the first counted step and the 
         --train '/usr/lib/python3.12/[a-r]*.py' --heldout '/usr/lib/python3.12/[s-z]*.py'   # on text seen once
 
 `zero3` is stage 3 in bf16 as Shardwise runs it: gradients are reduced in fp32. `zero3-bf16` reduces them in bf16 too,
-which is the baseline that ZeRO++ is usually compared with; there is no setting for it, so this file makes it.
+which is the baseline that ZeRO++ is usually compared with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PORT = 29417
 DEMO = Path(__file__).parents[1] / "src/shardwise/demo"
 HPZ, QWZ, QGZ = {"secondary_shard": LOCAL}, {"quantize_weights": True}, {"quantize_gradients": True}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "zero3": {}, "zero3-bf16": {}, "hpz": HPZ, "qwz": QWZ, "qgz": QGZ, "all": HPZ | QWZ | QGZ,
+    "zero3": {}, "zero3-bf16": {"reduce": "bf16"}, "hpz": HPZ, "qwz": QWZ, "qgz": QGZ, "all": HPZ | QWZ | QGZ,
 }  # fmt: skip
 
 
@@ -69,8 +69,11 @@ class Host:
 
 
 @contextmanager
-def two_hosts(rate: str | None) -> Iterator[list[Host]]:
-    """Two namespaces and the cable; raises CalledProcessError where that is not permitted. Or twice this machine."""
+def two_hosts(rate: str | None, delay: str | None = None) -> Iterator[list[Host]]:
+    """Two namespaces and the cable; raises CalledProcessError where that is not permitted. Or twice this machine.
+
+    `delay`: of each packet, besides.
+    """
     if rate == "here":
         yield [Host("", "lo", "127.0.0.1")] * HOSTS
         return
@@ -89,7 +92,10 @@ def two_hosts(rate: str | None) -> Iterator[list[Host]]:
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.cable)
             ip("-n", host.name, "link", "set", host.cable, "up")
             ip("-n", host.name, "link", "set", "lo", "up")
-            if rate is not None:
+            if delay is not None:
+                shape = f"tc qdisc add dev {host.cable} root netem delay {delay} limit 100000 rate {rate or '100gbit'}"
+                subprocess.run([*host.enter, *shape.split()], check=True, capture_output=True, text=True)
+            elif rate is not None:
                 shape = f"tc qdisc add dev {host.cable} root tbf rate {rate} burst 1mb latency 100ms"
                 subprocess.run([*host.enter, *shape.split()], check=True, capture_output=True, text=True)
         yield hosts
@@ -110,8 +116,6 @@ def start_ranks(hosts: list[Host], port: int, file: Path, variant: str, logs: Pa
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         command = [sys.executable, "-m", "shardwise", "train", str(file)]
-        if variant == "zero3-bf16":
-            command = [sys.executable, __file__, "--reduce-in-bf16", str(file)]
         with (logs / f"{variant}-rank-{rank}.log").open("wb") as log:
             children.append(
                 subprocess.Popen(
@@ -123,17 +127,6 @@ def start_ranks(hosts: list[Host], port: int, file: Path, variant: str, logs: Pa
                 )
             )
     return children
-
-
-def train_with_bf16_reduction(file: str) -> None:
-    """The command, with gradients reduced in the type they are computed in."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from shardwise import cli
-    from shardwise.zero import stages
-
-    stages.MixedPrecisionPolicy = lambda compute, _: MixedPrecisionPolicy(compute, compute)  # type: ignore
-    cli.main(["train", file])
 
 
 def measure(hosts: list[Host], variant: str, run: dict[str, Any], work: Path, first: int) -> dict[str, Any]:
@@ -225,10 +218,7 @@ def main() -> None:
                         help="of the link, as tc has it; none = as fast as it goes, here = no namespaces")  # fmt: skip
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--work", type=Path, default=Path("out/zeropp"))
-    parser.add_argument("--reduce-in-bf16", metavar="RUN", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.reduce_in_bf16:
-        return train_with_bf16_reduction(args.reduce_in_bf16)
     work = args.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
@@ -237,7 +227,6 @@ def main() -> None:
             results.append(measure(hosts, variant, describe_run(args, work), work, args.first))
             (work / "results.json").write_text(json.dumps(results, indent=1))
             _print(results[-1], results[0], args.rate)
-    return None
 
 
 def _print(result: dict[str, Any], base: dict[str, Any], rate: str) -> None:

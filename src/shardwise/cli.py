@@ -560,6 +560,7 @@ def bench_train(
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, after three to warm up.")] = 10,
     documents: Annotated[int, typer.Option(min=1, help="Documents in each packed row.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="A folder for each rank's trace (JSON) of one step.")] = None,
 ) -> None:
     """A run's tokens/s and MFU on this machine, what its step is made of, and what would make it faster.
 
@@ -567,7 +568,7 @@ def bench_train(
     """
     from shardwise.plan.bench_train import run_bench
 
-    run_bench(run_file, overrides or [], steps, documents, as_json)
+    run_bench(run_file, overrides or [], steps, documents, as_json, trace)
 
 
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))

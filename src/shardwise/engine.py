@@ -42,6 +42,7 @@ from shardwise.train.state import prime_optimizer, tensors_of
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
 from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.overlap import given, install_overlap
 from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.policy import offload_given, offloaded_share, splits_masters, store_in_bf16
 from shardwise.zero.stages import ShardedModel, shard_model
@@ -83,14 +84,18 @@ class Engine:
                 values = {n: p.detach() for n, p in model.named_parameters()}
                 store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
+        sending = given(config.parallel)
         shard_model(
-            model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, config.parallel.bucket
-        )
+            model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, sending.bucket,
+            reduce=config.parallel.reduce,
+        )  # fmt: skip
         if fill is not None:
             materialise(model, world.device)
             fill(model)
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
         install_collectives(self.sharded, config.parallel, world, config.timeout)
+        beside = sending.prefetch if not self.timer.on or world.device.type == "cuda" else None
+        install_overlap(self.sharded, beside, reductions=not config.parallel.quantize_gradients)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         if config.offload.optimizer != "none":

@@ -62,11 +62,22 @@ def test_what_overlaps_counts_once() -> None:
 
 def test_operators_within_the_update_are_the_optimizer() -> None:
     operators = [
-        ("shardwise::step", 0.0, 10.0, 0.0), ("aten::mm", 1.0, 4.0, 3.0), ("shardwise::update", 5.0, 9.0, 0.5),
-        ("aten::mul", 6.0, 8.0, 2.0), ("aten::mm", 11.0, 12.0, 1.0),
+        ("shardwise::step", 0.0, 10.0, 0.0, 1), ("aten::mm", 1.0, 4.0, 3.0, 1), ("shardwise::update", 5.0, 9.0, 0.5, 1),
+        ("aten::mul", 6.0, 8.0, 2.0, 1), ("aten::mm", 11.0, 12.0, 1.0, 1),
     ]  # fmt: skip
     found = of_operators(operators)
     assert found.kinds == {"products": 3, "optimizer": 2} and found.idle == 5 and found.whole == 10
+
+
+def test_what_gloo_does_beside_computing_is_hidden() -> None:
+    operators = [
+        ("shardwise::step", 0.0, 10.0, 0.0, 1), ("aten::mm", 1.0, 4.0, 3.0, 1), ("aten::mm", 6.0, 7.0, 1.0, 1),
+        ("gloo:all_gather", 3.0, 6.0, 3.0, 2), ("aten::copy_", 3.5, 4.0, 0.5, 2), ("gloo:all_reduce", 5.5, 9.0, 3.5, 3),
+    ]  # fmt: skip
+    found = of_operators(operators)
+    assert found.kinds == {"communication": 6, "products": 4}
+    assert found.exposed == {"communication": 4, "products": 4} and found.idle == 2
+    assert found.sent == {"gathers": [3, 2], "reductions": [3.5, 2.5], "all": [6, 4]}
 
 
 def speed(kinds: dict[str, float], idle: float = 0.0, memory: int = 90, **changes: Any) -> Speed:

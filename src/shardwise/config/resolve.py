@@ -181,7 +181,7 @@ def _resolve_masters(result: Resolution, ranks: int) -> None:
         return
     split = run.model_copy(update={"train": run.train.model_copy(update={"masters": "split"})})
     plus = parallel.quantize_weights or parallel.quantize_gradients or parallel.secondary_shard is not None
-    alone = ranks == 1 and parallel.zero < 3 and not plus and parallel.bucket is None
+    alone = ranks == 1 and parallel.zero < 3 and not plus and parallel.bucket in (None, "auto")
     if run.precision == "bf16" and run.offload.optimizer != "none":
         result.put("train.masters", "split", "states that leave the device take half of the fp32 weights along")
     elif run.device == "cuda" and alone and not clashes(split):

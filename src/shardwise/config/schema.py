@@ -389,10 +389,19 @@ class Parallel(Section):
         description="true or false: whether qgZ adds what rounding lost to the next gradient, which takes 2 bytes per "
         "parameter (in a group of several nodes, over the ranks of a node); default: true with quantize_gradients",
     )
-    bucket: SomeSize | None = Field(
-        default=None,
+    bucket: Literal["auto"] | SomeSize | None = Field(
+        default="auto",
         description="largest buffer of a gather or a reduction (4 bytes per element), e.g. 200MB, at least 1KiB: "
-        "blocks are divided or joined to suit; default: one block at a time",
+        "blocks are divided or joined to suit; null: one block at a time; auto: so many blocks that latency is little "
+        "of a gather, as measured at the start",
+    )
+    prefetch: Literal["auto"] | Annotated[Whole, Field(ge=0, le=8)] = Field(
+        default="auto",
+        description="units that are gathered ahead of those that compute, 0 to 8; auto: as many as hide a gather, as "
+        "measured at the start",
+    )
+    reduce: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="the type that gradients travel and are added up in; bf16 is half the bytes"
     )
     tensor: Count = Field(
         default=1, description="ranks that divide each weight, and each sequence between the blocks' parts (Megatron)"
@@ -427,7 +436,7 @@ class Parallel(Section):
             raise Clash("auto", f"the planner chooses all of it, but {named} is given too", f"remove {named}, or auto")
         if self.chunks == 1:
             raise Clash("chunks", "one stage per rank is not interleaved", "use 2 or more, or schedule: 1f1b")
-        if self.bucket is not None and self.bucket < LEAST_BUCKET:
+        if isinstance(self.bucket, int) and self.bucket < LEAST_BUCKET:
             problem = f"is {self.bucket} bytes, less than a row of any weight; a bare number is bytes"
             raise Clash("bucket", problem, "use e.g. 200MB (at least 1KiB), or leave it out")
         return self

@@ -4,6 +4,10 @@ On a GPU kernels are known by their names. What is counted for a kind is the tim
 of that no other kind covers is `exposed`: the part that the step would be shorter by. The rest of the step is `idle`:
 the GPU waits for the host. On a CPU operators are known by their names, each with the time spent in itself; the rest is
 Python.
+
+On a CPU collectives are gloo's, whose threads mark in the trace when they work on one (`gloo:all_gather`, …): from when
+a thread takes it up until it is done, waiting for other ranks among it. Of that, what lies beside operators of the
+threads that compute is hidden, the rest is exposed. Gloo makes a reduce-scatter by an all-reduce.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +43,10 @@ OPERATORS = (
     ("copies", r"^aten::(copy_|_to_copy|clone|contiguous)$"),
 )
 REST = "norms and elementwise"
+REDUCTIONS = r"AllReduce|ReduceScatter|all_reduce|reduce_scatter"
+COMPUTING = r"^(aten|mkldnn|shardwise|fsdp)::"
 SHOWN = 12  # kernels that are told by name
+Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,13 @@ class Profile:
     exposed: dict[str, float]
     idle: float
     largest: list[tuple[str, float, int]]
+    sent: dict[str, list[float]] = field(default_factory=dict)  # gathers, reductions: seconds, and those exposed
 
 
-def profile_step(step: Callable[[], None], update: Callable[[], None], device: torch.device) -> Profile:
-    """Takes a step (`step`, then `update`) and says what it was made of."""
+def profile_step(
+    step: Callable[[], None], update: Callable[[], None], device: torch.device, trace: Path | None = None
+) -> Profile:
+    """Takes a step (`step`, then `update`) and says what it was made of; `trace`: a file for the profiler's own JSON."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as found:
@@ -63,6 +74,8 @@ def profile_step(step: Callable[[], None], update: Callable[[], None], device: t
                 update()
         if cuda:
             torch.cuda.synchronize(device)
+    if trace is not None:
+        found.export_chrome_trace(str(trace))
     events: list[Any] = list(found.events())
     return of_kernels(_kernels(events)) if cuda else of_operators(_operators(events))
 
@@ -76,8 +89,11 @@ def _kernels(events: list[Any]) -> list[tuple[str, float, float]]:
     ]  # fmt: skip
 
 
-def _operators(events: list[Any]) -> list[tuple[str, float, float, float]]:
-    return [(e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.self_cpu_time_total * 1e-6) for e in events]
+def _operators(events: list[Any]) -> list[tuple[str, float, float, float, int]]:
+    return [
+        (e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.self_cpu_time_total * 1e-6, e.thread)
+        for e in events
+    ]  # fmt: skip
 
 
 def of_kernels(kernels: list[tuple[str, float, float]]) -> Profile:
@@ -94,23 +110,53 @@ def of_kernels(kernels: list[tuple[str, float, float]]) -> Profile:
         for kind in spans
     }  # fmt: skip
     kinds = {kind: _covered(mine) for kind, mine in spans.items()}
-    return Profile(whole, _sorted(kinds), exposed, whole - busy, _largest((n, e - s) for n, s, e in kernels))
+    collectives = [(n, s, e) for n, s, e in kernels if _kind(n, KERNELS) == "communication"]
+    sent = _sent(collectives, [span for kind, mine in spans.items() if kind != "communication" for span in mine])
+    return Profile(whole, _sorted(kinds), exposed, whole - busy, _largest((n, e - s) for n, s, e in kernels), sent)
 
 
-def of_operators(operators: list[tuple[str, float, float, float]]) -> Profile:
-    """From (name, start, end, own seconds) of every operator of a step, within a range of its own."""
-    begin, end = next((s, e) for name, s, e, _ in operators if name == "shardwise::step")
-    updates = [(s, e) for name, s, e, _ in operators if name == UPDATE]
+def of_operators(operators: list[tuple[str, float, float, float, int]]) -> Profile:
+    """From (name, start, end, own seconds, thread) of every operator of a step, within a range of its own."""
+    begin, end = next((s, e) for name, s, e, _, _ in operators if name == "shardwise::step")
+    updates = [(s, e) for name, s, e, _, _ in operators if name == UPDATE]
+    senders = {thread for name, _, _, _, thread in operators if name.startswith("gloo:")}
     kinds: dict[str, float] = defaultdict(float)
     named: list[tuple[str, float]] = []
-    for name, start, stop, own in operators:
+    collectives: list[tuple[str, float, float]] = []
+    computing: list[Span] = []
+    for name, start, stop, own, thread in operators:
         if name in ("shardwise::step", UPDATE) or not (begin <= start and stop <= end):
+            continue
+        if thread in senders:
+            collectives += [(name, start, stop)] if name.startswith("gloo:") else []
+            named += [(name, stop - start)] if name.startswith("gloo:") else []
             continue
         inside = any(s <= start and stop <= e for s, e in updates)
         kinds["optimizer" if inside else _kind(name, OPERATORS)] += own
         named.append((name, own))
-    whole = end - begin
-    return Profile(whole, _sorted(kinds), dict(kinds), max(0.0, whole - sum(kinds.values())), _largest(named))
+        if re.search(COMPUTING, name):
+            computing.append((start, stop))
+    exposed, whole, called = dict(kinds), end - begin, kinds.get("communication", 0.0)
+    if collectives:  # with what calls them: that is computed by nobody else
+        spans = [(s, e) for _, s, e in collectives]
+        exposed["communication"] = called + _beside(spans, computing)
+        kinds["communication"] = called + _covered(spans)
+    idle = max(0.0, whole - sum(exposed.values()))
+    return Profile(whole, _sorted(kinds), exposed, idle, _largest(named), _sent(collectives, computing))
+
+
+def _sent(collectives: list[tuple[str, float, float]], computing: list[Span]) -> dict[str, list[float]]:
+    """Seconds of gathers, of reductions and of all, and what of each no computing is beside."""
+    kinds: dict[str, list[Span]] = {"gathers": [], "reductions": [], "all": []}
+    for name, start, stop in collectives:
+        kinds["reductions" if re.search(REDUCTIONS, name) else "gathers"].append((start, stop))
+        kinds["all"].append((start, stop))
+    return {kind: [_covered(mine), _beside(mine, computing)] for kind, mine in kinds.items() if mine}
+
+
+def _beside(spans: list[Span], others: list[Span]) -> float:
+    """Seconds of spans in which none of the others is."""
+    return _covered([*spans, *others]) - _covered(others)
 
 
 def _kind(name: str, table: tuple[tuple[str, str], ...]) -> str:

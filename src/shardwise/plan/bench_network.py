@@ -46,7 +46,7 @@ def fit(ranks: int, seconds: dict[str, dict[int, float]], launch: float = 0.0) -
 
     rows, ones = [], []
     for kind, times in RINGS.items():
-        for nbytes, taken in seconds[kind].items():
+        for nbytes, taken in seconds.get(kind, {}).items():
             left = max(taken - launch, 0.1 * taken)
             rows.append([times * (ranks - 1) / left, times * (ranks - 1) / ranks * int(nbytes) / left])
             ones.append(1.0)
@@ -85,13 +85,14 @@ def _times(group: Any, ranks: int, sizes: tuple[int, ...], budget: float, device
     for kind in MEASURED:
         for size in sizes:
             elements = max(1, size // 4 // ranks) * ranks
-            found.setdefault(kind, {})[elements * 4] = _time(
-                _call(kind, elements, ranks, group, device), budget, device
+            found.setdefault(kind, {})[elements * 4] = time_of(
+                call_of(kind, elements, ranks, group, device), budget, device
             )
     return found
 
 
-def _call(kind: str, elements: int, ranks: int, group: Any, device: Any) -> Callable[[], Any]:
+def call_of(kind: str, elements: int, ranks: int, group: Any, device: Any) -> Callable[[], Any]:
+    """One collective of so many fp32 elements in all, ready to be made."""
     import torch
     import torch.distributed as dist
 
@@ -105,7 +106,7 @@ def _call(kind: str, elements: int, ranks: int, group: Any, device: Any) -> Call
     }[kind]
 
 
-def _time(call: Callable[[], Any], budget: float, device: Any) -> float:
+def time_of(call: Callable[[], Any], budget: float, device: Any) -> float:
     """Seconds per call of the slowest rank; rank 0 decides how many calls, because all must make the same number."""
     import torch
     import torch.distributed as dist

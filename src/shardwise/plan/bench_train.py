@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,17 @@ class Speed:
     ranks: int
     rank: int  # the slowest
     profile: Profile
+    told: list[str] = field(default_factory=list)  # what was chosen at the start, by measurement
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
 
-def run_bench(file: Path, overrides: list[str], steps: int, documents: int, as_json: bool) -> None:
-    """Measures and prints."""
+def run_bench(
+    file: Path, overrides: list[str], steps: int, documents: int, as_json: bool, trace: Path | None = None
+) -> None:
+    """Measures and prints; `trace`: a folder for each rank's trace of one step."""
     if "WORLD_SIZE" in os.environ:
         problem = "this command starts the ranks of one machine itself"
         raise UserError("WORLD_SIZE", os.environ["WORLD_SIZE"], problem, "run it without torchrun")
@@ -67,7 +70,7 @@ def run_bench(file: Path, overrides: list[str], steps: int, documents: int, as_j
             check_division(target.run, documents)
             if not status.is_terminal:
                 status.print(f"{WARM_UP + steps + 1} steps of {target.source.label}")
-            speed = measure(target, steps, documents, shown.update, check)
+            speed = measure(target, steps, documents, shown.update, check, trace)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: nothing was measured", 130) from None
     advice = advise(target.run, speed)
@@ -84,6 +87,7 @@ def measure(
     documents: int = 1,
     say: Callable[[str], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
+    trace: Path | None = None,
 ) -> Speed:
     """Starts the run's ranks on this machine and takes the steps."""
     run = target.run
@@ -96,6 +100,9 @@ def measure(
         (folder / "ranks" / "meet.json").write_text(json.dumps(meeting))
         work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": target.ranks}
         work["progress"] = str(folder / "progress")
+        if trace is not None:
+            trace.mkdir(parents=True, exist_ok=True)
+            work["trace"] = str(trace.absolute())
         with started(run.precision, str(run.device), folder) as host, _told(folder / "progress", target, steps, say):
             check()
             found = host.ask(work | {"folder": str(folder / "ranks")})
@@ -107,7 +114,8 @@ def measure(
     mfu = slowest["flops"] * tokens / slowest["seconds"] / (peak * target.ranks) if peak else None
     memory, room = max((one["memory"] for one in found if one["memory"]), default=None), slowest["room"]
     shape = Profile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
-    return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, rank, shape)
+    told = found[0]["told"]
+    return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, rank, shape, told)
 
 
 @contextmanager
@@ -142,7 +150,8 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     run = Run.model_validate(work["run"])
     source = find_config(run.model, task_wanted(run))
     world = init_world(run)
-    parts, _ = set_up(source, run, world, None)
+    told: list[str] = []
+    parts, _ = set_up(source, run, world, None, told.append)
     give_values(parts.sharded.model)
     count = max(1, run.train.batch_size // world.layout.data // int(run.train.micro_batch_size))
     batch = step_batch(run, count, work["documents"])
@@ -173,8 +182,10 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
         parts.update()
     wait()
     seconds = (time.perf_counter() - begun) / work["steps"]
-    found = profile_step(step, lambda: parts.update() and None, world.device)
+    trace = Path(work["trace"]) / f"rank-{world.rank}.json" if "trace" in work else None
+    found = profile_step(step, lambda: parts.update() and None, world.device, trace)
     return {
+        "told": [line for line in told if line.startswith("communication:")],
         "seconds": seconds, "flops": _work_of(source, run, parts.sharded.lookup), "profile": asdict(found),
         "memory": torch.cuda.max_memory_allocated(world.device) if cuda else None,
         "room": torch.cuda.get_device_properties(world.device).total_memory if cuda else None,
@@ -221,11 +232,15 @@ def advise(run: Run, speed: Speed) -> list[str]:
     if idle > 0.1:
         how = "a larger micro_batch_size" + ("" if run.compile else ", or compile: true,")
         said.append((idle, f"the GPU waits for the host {idle:.0%} of the time: {how} gives it longer kernels"))
-    if (part := share.get("communication", 0)) > 0.1:  # on a CPU, where nothing is hidden, all of it
+    if (part := share.get("communication", 0)) > 0.1:
         ways = ["a larger micro_batch_size or more accumulation"]
         ways += ["zero: 2, if the weights fit"] if run.parallel.zero == 3 else []
         ways += ["parallel.secondary_shard within a node"] if run.parallel.zero == 3 and speed.ranks > 1 else []
         said.append((part, f"communication that nothing hides takes {part:.0%}: {', '.join(ways)}"))
+    summed = found.sent.get("reductions", [0.0, 0.0])[1] / whole
+    if summed > 0.1 and run.parallel.reduce == "fp32" and run.parallel.zero >= 2 and not run.parallel.quantize_gradients:
+        gain = f"half of the {summed:.0%} that reductions take by themselves"
+        said.append((summed / 2, f"parallel.reduce: bf16 would save up to {gain}; sums are rounded to 8 bits then"))
     if cuda and (part := share.get("copies", 0)) > 0.1:
         said.append((part, f"copies that nothing hides take {part:.0%}: offload less, or compute more tokens a step"))
     if (part := share.get("optimizer", 0)) > 0.12:
@@ -269,14 +284,20 @@ def show(target: Target, speed: Speed, documents: int, advice: list[str], consol
     title = f"one step{whose} under the profiler, which slows it down: {found.whole * 1e3:,.1f} ms"
     table = Table(title=title, title_justify="left")
     gpu = speed.device != "CPU"
-    for column in ("", "ms", "of the step", *(["nothing else beside it"] if gpu else [])):
+    beside = gpu or bool(found.sent)
+    for column in ("", "ms", "of the step", *(["nothing else beside it"] if beside else [])):
         table.add_column(column, justify="left" if not column else "right")
     for kind, seconds in found.kinds.items():
-        alone = [f"{found.exposed[kind] * 1e3:,.1f}"] if gpu else []
+        alone = [f"{found.exposed[kind] * 1e3:,.1f}"] if beside else []
         table.add_row(kind, f"{seconds * 1e3:,.1f}", f"{seconds / found.whole:.0%}", *alone)
     rest = "idle (waits for the host)" if gpu else "Python and the rest"
-    table.add_row(rest, f"{found.idle * 1e3:,.1f}", f"{found.idle / (found.whole or 1):.0%}", *([""] if gpu else []))
+    table.add_row(rest, f"{found.idle * 1e3:,.1f}", f"{found.idle / (found.whole or 1):.0%}", *([""] if beside else []))
     console.print(table)
+    for kind, (spent, bare) in found.sent.items():
+        hidden = f"{(spent - bare) * 1e3:,.1f} hidden behind computing, {bare * 1e3:,.1f} exposed"
+        console.print(f"  {'collectives' if kind == 'all' else kind}: {spent * 1e3:,.1f} ms, {hidden}", markup=False)
+    for line in speed.told:
+        console.print(f"  {line}", markup=False)
     for name, seconds, count in found.largest[:5]:
         console.print(f"  {seconds * 1e3:8.1f} ms {count:5d} × {name[:90]}", style="dim", markup=False)
     for line in advice:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from shardwise.train.setup import build_model, build_optimizer, check_documents
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.policy import eager_share
+from shardwise.zero.tuning import tune
 from shardwise.zero.update import Update
 
 ENOUGH = 2  # micro-batches that show what more of them would
@@ -138,7 +140,8 @@ def set_up(
                     if buffer is not None and fake is not None:
                         module._buffers[name] = fake.from_tensor(buffer)
 
-    sharded, spread = build_model(job, world, give_memory=give_memory)
+    choose = None if fake is not None else partial(tune, run, world, say=say)
+    sharded, spread = build_model(job, world, give_memory=give_memory, choose=choose)
     asked = Undivided(spread.tiny if spread.tiny is not None else tiny_case(source).model().float())
     with acting("cpu"):
         vocabulary = asked.model.get_input_embeddings().num_embeddings

@@ -123,7 +123,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         table.add_row("", Text(picture(layout, int(run.ranks)), no_wrap=True))
         if layout.pipeline > 1:
             table.add_row("pipeline", _pipeline(run, layout.pipeline, rounds))
-    if run.parallel.bucket is not None:
+    if isinstance(run.parallel.bucket, int):
         model = build_on_meta(job.source)
         apply_method(model, run, job.source.weights)
         plain = unmanaged(model, run.parallel.zero, run.precision)

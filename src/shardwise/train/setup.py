@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +55,12 @@ from shardwise.zero.entries import masters
 from shardwise.zero.groups import keep_one_of
 from shardwise.zero.host import return_freed_memory
 from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.zero.overlap import Sending, given, install_overlap
 from shardwise.zero.plusplus import install_collectives
 from shardwise.zero.policy import eager_share, float8_gathers, keeps_whole, offload_optimizer, split_in, store_in_bf16
 from shardwise.zero.shelf import stub_out
 from shardwise.zero.stages import COMPUTE, ShardedModel, shard_experts, shard_model
+from shardwise.zero.tuning import tune
 from shardwise.zero.units import explain_divided
 from shardwise.zero.update import Update
 
@@ -84,9 +87,16 @@ class Parts:
 
 
 def build_model(
-    job: Job, world: World, timer: Timer = OFF, give_memory: Callable[[Any, torch.device], None] = materialise
+    job: Job,
+    world: World,
+    timer: Timer = OFF,
+    give_memory: Callable[[Any, torch.device], None] = materialise,
+    choose: Callable[[Any, list[tuple[str, Any]]], Sending] | None = None,
 ) -> tuple[ShardedModel, Spread]:
-    """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole."""
+    """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole.
+
+    `choose`: how a model of such blocks travels; else as the run says.
+    """
     run, source = job.run, job.source
     model = build_on_meta(source)
     adapted = apply_method(model, run, source.weights)
@@ -125,9 +135,12 @@ def build_model(
                 block.forward, run.recompute == "light"
             )  # inside of the hooks of sharding and recomputation
     if spread.experts is not None:
-        shard_experts(spread.experts, world, run.parallel.zero, run.precision)
-    whole = keeps_whole(run, world)
-    shard_model(model, blocks, world.mesh, run.parallel.zero, run.precision, run.parallel.bucket, whole)
+        shard_experts(spread.experts, world, run.parallel.zero, run.precision, run.parallel.reduce)
+    whole, sending = keeps_whole(run, world), choose(model, blocks) if choose else given(run.parallel)
+    shard_model(
+        model, blocks, world.mesh, run.parallel.zero, run.precision, sending.bucket, whole, sending.together,
+        run.parallel.reduce,
+    )  # fmt: skip
     if run.offload.parameters == "none":
         give_memory(model, world.device)
     else:
@@ -140,6 +153,9 @@ def build_model(
     if run.parallel.beyond_data:
         spread.take(sharded)
     install_collectives(sharded, run.parallel, world, run.timeout, float8_gathers(run, world.mesh.size(1)))
+    # A timer on a CPU sees what is waited for, so with one nothing is left to run beside.
+    beside = sending.prefetch if not timer.on or world.device.type == "cuda" else None
+    install_overlap(sharded, beside, reductions=not run.parallel.quantize_gradients)
     return sharded, spread
 
 
@@ -183,14 +199,15 @@ def build_parts(
     disk = disk or DiskFolder(job.offload_folder, world.rank, world.size)
     status.set("loading the model")
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
-    sharded, spread = build_model(job, world, timer)
+    choose = partial(tune, run, world, say=say, output=job.output)
+    sharded, spread = build_model(job, world, timer, choose=choose)
     optimizer = build_optimizer(job, world, sharded, disk, say)
     fill_model(job, sharded, masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
     asked: Whole = sharded if spread.tiny is None else Undivided(spread.tiny)
     vocabulary = asked.model.get_input_embeddings().num_embeddings
-    with explain_divided(run.parallel.bucket):
+    with explain_divided(given(run.parallel).bucket):
         apart = check_documents(asked, vocabulary, job, asked.device, say)
     if apart and spread.tiny is not None:
         install(model)

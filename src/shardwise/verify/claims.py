@@ -180,10 +180,19 @@ def _add_sharding(run: Run, claims: list[Claim], world: World, cut: int, half: B
                 plain | {"parallel.quantize_gradients": True}, 2,
                 bounds=wider(half, INT4), rests_on=(base,), lossy="4-bit gradients",
             ))  # fmt: skip
-        if parallel.bucket is not None:
+        if isinstance(parallel.bucket, int):
             settings = plain | {"parallel.bucket": parallel.bucket}
             claims.append(Claim("buckets on 2 ranks", "blocks divided or joined to suit", settings, 2, bounds=half,
                                 rests_on=(base,)))  # fmt: skip
+        if isinstance(parallel.prefetch, int):
+            settings = plain | {"parallel.prefetch": parallel.prefetch}
+            claims.append(Claim("prefetch on 2 ranks", f"{parallel.prefetch} units gathered ahead", settings, 2,
+                                bounds=half, rests_on=(base,)))  # fmt: skip
+        if parallel.reduce == "bf16":
+            claims.append(Claim(
+                "bf16 sums on 2 ranks", "gradients reduced in bf16", plain | {"parallel.reduce": "bf16"}, 2,
+                bounds=wider(half, INT8), rests_on=(base,), lossy="bf16 sums",
+            ))  # fmt: skip
     places = {name: getattr(run.offload, name) for name in ("optimizer", "parameters", "activations")}
     if used := {name: place for name, place in places.items() if place != "none"}:
         ranks = 2 if sharded else 1
@@ -233,6 +242,7 @@ def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds
         "train.in_backward": run.train.in_backward, "offload.optimizer": offload.optimizer,
         "offload.parameters": offload.parameters, "offload.activations": offload.activations,
         "offload.ratio": offload.ratio, "parallel.bucket": parallel.bucket,
+        "parallel.prefetch": parallel.prefetch, "parallel.reduce": parallel.reduce,
         "parallel.quantize_weights": parallel.quantize_weights,
         "parallel.quantize_gradients": parallel.quantize_gradients,
         "parallel.gradient_feedback": parallel.gradient_feedback,

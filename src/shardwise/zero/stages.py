@@ -157,32 +157,38 @@ def shard_model(
     precision: str,
     bucket: int | None = None,
     whole: bool = False,
+    together: int = 1,
+    reduce: str = "fp32",
 ) -> None:
     """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory.
 
-    `whole`: there is one rank, and what it trains is what it computes with.
+    `whole`: there is one rank, and what it trains is what it computes with. `together`: blocks of a unit where no
+    bucket is given. `reduce`: what gradients are added up in.
     """
     leave_integers_alone()
     plain = set(model.parameters()) if whole else unmanaged(model, stage, precision)
-    options = _options(mesh, stage, precision)
-    for unit in choose_units(model, blocks, bucket, mesh.size(1), plain):
+    options = _options(mesh, stage, precision, reduce)
+    for unit in choose_units(model, blocks, bucket, mesh.size(1), plain, together):
         modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         fully_shard(modules, ignored_params=plain, **options)
 
 
-def shard_experts(experts: ExpertParallel, world: World, stage: int, precision: str) -> None:
+def shard_experts(
+    experts: ExpertParallel, world: World, stage: int, precision: str, reduce: str = "fp32"
+) -> None:
     """Divides experts that are spread over ranks among those that have the same ones; before `shard_model`."""
     mesh = world.expert_shards
     assert mesh is not None
-    options = _options(mesh, stage, precision)
+    options = _options(mesh, stage, precision, reduce)
     for module in experts.modules:
         fully_shard(module, shard_placement_fn=experts.placement(mesh), **options)
     experts.average_over(world.mesh.size(), mesh)
 
 
-def _options(mesh: DeviceMesh, stage: int, precision: str) -> dict[str, Any]:
-    compute = COMPUTE[precision]
-    policy = MixedPrecisionPolicy() if compute is torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
+def _options(mesh: DeviceMesh, stage: int, precision: str, reduce: str) -> dict[str, Any]:
+    compute, sums = COMPUTE[precision], COMPUTE[reduce] if mesh.size() > 1 else torch.float32
+    same = compute is sums is torch.float32
+    policy = MixedPrecisionPolicy() if same else MixedPrecisionPolicy(None if compute is torch.float32 else compute, sums)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
     return {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}

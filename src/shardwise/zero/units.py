@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import nn
 
 from shardwise.errors import UserError
 
-REDUCE_BYTES = 4  # gradients are reduced in fp32, whatever the compute type
+REDUCE_BYTES = 4  # as in fp32, whatever the compute type and `parallel.reduce`
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,15 @@ def choose_units(
     bucket: int | None = None,
     shard: int = 1,
     unmanaged: Collection[nn.Parameter] = (),
+    together: int = 1,
 ) -> list[Unit]:
-    """The units in the order in which they must be sharded, the model itself last; see the module's text."""
+    """The units in the order in which they must be sharded, the model itself last; see the module's text.
+
+    Without a bucket, `together` is how many neighbouring blocks make a unit.
+    """
     parts = _Parts(model, shard, unmanaged)
     if bucket is None:
-        return [*(parts.take([block]) for block in blocks), parts.take([("", model)])]
+        return [*(parts.take(some) for some in _neighbours(blocks, together)), parts.take([("", model)])]
     units: list[Unit] = []
     together: list[tuple[str, nn.Module]] = []
     for name, block in blocks:
@@ -59,6 +64,15 @@ def choose_units(
         units.append(parts.take(together))
     units += _divide(parts, "", model, bucket)
     return [*units, parts.take([("", model)])]
+
+
+def _neighbours(
+    blocks: list[tuple[str, nn.Module]], most: int
+) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Blocks that follow one another in one list, so many at a time."""
+    for _, run in groupby(blocks, key=lambda block: block[0].rpartition(".")[0]):
+        near = list(run)
+        yield from (near[at : at + most] for at in range(0, len(near), most))
 
 
 def describe_units(units: list[Unit], bucket: int) -> str:

@@ -60,6 +60,10 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
+def _chosen(value: Any) -> bool:
+    return value not in (None, "auto")
+
+
 def _stages(settings: Any) -> bool:
     return look_up(settings, "parallel.pipeline") is not ABSENT and settings.parallel.pipeline > 1
 
@@ -78,7 +82,9 @@ SHARD = Feature("shard", "parallel.shard", 2, _given)
 SECONDARY = Feature("secondary_shard", "parallel.secondary_shard", 2, _given, company={"parallel.zero": 3})
 QUANTIZE_WEIGHTS = Feature("quantize_weights", "parallel.quantize_weights", True, numbers="rounded")
 QUANTIZE_GRADIENTS = Feature("quantize_gradients", "parallel.quantize_gradients", True, numbers="rounded")
-BUCKET = Feature("bucket", "parallel.bucket", 20_000, _given)
+BUCKET = Feature("bucket", "parallel.bucket", 20_000, _chosen)
+PREFETCH = Feature("prefetch", "parallel.prefetch", 2, _chosen, company={"parallel.zero": 3})
+REDUCE = Feature("reduce: bf16", "parallel.reduce", "bf16", numbers="rounded")
 
 STATES = tuple(Feature(f"offload.optimizer: {p}", "offload.optimizer", p) for p in ("cpu", "disk"))
 PARAMETERS = tuple(
@@ -146,7 +152,7 @@ AXES = (TENSOR, *CONTEXTS, *SCHEDULES, EXPERT)
 CPU, CUDA = _choice("device", "cpu", "cuda", numbers="other")
 
 FEATURES = (
-    *ZERO, SHARD, SECONDARY, QUANTIZE_WEIGHTS, QUANTIZE_GRADIENTS, BUCKET, *STATES, *PARAMETERS, ACTIVATIONS, RECOMPUTE,
+    *ZERO, SHARD, SECONDARY, QUANTIZE_WEIGHTS, QUANTIZE_GRADIENTS, BUCKET, PREFETCH, REDUCE, *STATES, *PARAMETERS, ACTIVATIONS, RECOMPUTE,
     LIGHT, COMPILE, *PRECISIONS, *FP8, *OPTIMIZERS, BF16_STATES, SPLIT_MASTERS, IN_BACKWARD, FULL, *ADAPTERS,
     *OBJECTIVES, PACKING, *AXES, CPU, CUDA,
 )  # fmt: skip

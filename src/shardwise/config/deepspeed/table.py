@@ -208,7 +208,7 @@ ZERO = [
     idle(f"{_Z}.ignore_unused_parameters", "a parameter without a gradient is left as it is"),
     idle(f"{_Z}.legacy_stage1", "there is one implementation of stage 1"),
     idle(f"{_Z}.parameter_alignment", "parameters are divided one by one, each aligned"),
-    idle(f"{_Z}.stage3_prefetch_bucket_size", "one unit is gathered ahead of use; `parallel.bucket` bounds its size"),
+    idle(f"{_Z}.stage3_prefetch_bucket_size", "`parallel.prefetch` counts units ahead of use; `parallel.bucket` bounds their size"),
     idle(f"{_Z}.stage3_param_persistence_threshold",
          "small parameters travel in the gather of their unit at no cost of their own, so none is kept whole"),
     idle(f"{_Z}.stage3_model_persistence_threshold", "no parameter is kept whole"),
