@@ -306,14 +306,14 @@ def test_auto_takes_the_run_s_value_and_shows_it(tmp_path: Path) -> None:
     loaded = load(tmp_path, ds, {"train": train, "precision": "bf16"})
     run = loaded.run
     assert (run.train.batch_size, run.train.micro_batch_size, run.train.clip) == (12, 3, 0.7)
-    assert run.train.learning_rate == 3e-4 and run.precision == "bf16" and run.parallel.bucket is None
+    assert run.train.learning_rate == 3e-4 and run.precision == "bf16" and run.parallel.bucket == "auto"
     assert run.train.schedule.warmup_num_steps.steps(1000) == 17 and run.train.schedule.total_num_steps is None
     told = {entry.key: entry.done for entry in loaded.account}
     assert told["train_batch_size"] == "auto → train.batch_size: 12"
     assert told["gradient_accumulation_steps"] == "auto → 2 rounds of 3 × 2 ranks"
     assert told["optimizer.params.lr"] == "auto → train.learning_rate: 3e-4 (of the run)"
     assert told["optimizer.params.weight_decay"] == "auto → train.weight_decay: 0.01 (our default)"
-    assert told["zero_optimization.reduce_bucket_size"] == "auto → parallel.bucket: null (our default)"
+    assert told["zero_optimization.reduce_bucket_size"] == "auto → parallel.bucket: auto (our default)"
 
 
 def test_what_is_left_out_takes_deepspeed_s_default_where_the_run_is_silent(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ SLOW: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pipeline": ("gpt2", 2, {"parallel__pipeline": 2}),
     "interleaved": ("llama", 2, {"parallel__pipeline": 2, "parallel__schedule": "interleaved"}),
     "expert": ("mixtral", 2, {"parallel__expert": 2}),
+    "joined": ("llama", 2, {"parallel__zero": 3, "parallel__bucket": 300_000, "parallel__prefetch": 0}),
+    "ahead": ("llama", 2, {"parallel__zero": 3, "parallel__prefetch": 2}),
     "tensor-zero-3": ("llama", 4, {"parallel__tensor": 2, "parallel__zero": 3}),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.zeror import batch_of, parts_of
+from support.scenarios import batch_of, parts_of
 
 
 class _Seen(TorchDispatchMode):
@@ -23,6 +23,11 @@ class _Seen(TorchDispatchMode):
             if name.startswith(start):
                 self.events.append(word)
         return func(*args, **(kwargs or {}))
+
+
+def each(runs: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """`steps` of several runs, one after the other in the same processes."""
+    return {name: steps(run) for name, run in runs.items()}
 
 
 def steps(run: dict[str, Any], count: int = 3) -> dict[str, Any]:
@@ -59,6 +64,22 @@ def steps(run: dict[str, Any], count: int = 3) -> dict[str, Any]:
     return {"losses": losses, "final": final, "events": list(seen.events), "left": left}
 
 
+def tuned(run: dict[str, Any], small: int) -> dict[str, Any]:
+    """What a run's `auto` came to where models of `small` bytes are measured, and what it is when the run goes on."""
+    from shardwise.models.build import build_on_meta, find_blocks
+    from shardwise.zero import tuning
+
+    tuning.SMALL = small
+    parts, said = parts_of(run), []
+    model = build_on_meta(parts.job.source)
+    output = parts.job.output / "tuned"
+    found = [
+        tuning.tune(parts.job.run, parts.world, model, find_blocks(model), said.append, output) for _ in range(2)
+    ]  # fmt: skip
+    return {"sending": found[0], "kept": found[1], "said": said}
+
+
 def same(mine: dict[str, Any], other: dict[str, Any]) -> bool:
     """Bit for bit."""
-    return mine["losses"] == other["losses"] and all(torch.equal(mine["final"][n], other["final"][n]) for n in mine["final"])
+    final = all(torch.equal(mine["final"][n], other["final"][n]) for n in mine["final"])
+    return final and mine["losses"] == other["losses"]

@@ -16,6 +16,7 @@ from shardwise.config.metrics import Best, Metric, StopEarly
 from shardwise.config.objectives import Objective
 from shardwise.config.section import Clash, Section
 from shardwise.config.units import (
+    Ahead,
     Count,
     Duration,
     Interval,
@@ -395,7 +396,7 @@ class Parallel(Section):
         "blocks are divided or joined to suit; null: one block at a time; auto: so many blocks that latency is little "
         "of a gather, as measured at the start",
     )
-    prefetch: Literal["auto"] | Annotated[Whole, Field(ge=0, le=8)] = Field(
+    prefetch: Literal["auto"] | Ahead = Field(
         default="auto",
         description="units that are gathered ahead of those that compute, 0 to 8; auto: as many as hide a gather, as "
         "measured at the start",

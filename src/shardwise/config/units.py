@@ -157,6 +157,7 @@ Number = Annotated[float, BeforeValidator(parse_number)]
 Whole = Annotated[int, BeforeValidator(parse_number)]
 # Bounds inside: around a validator, and within a union, pydantic leaves them out of the JSON schema.
 Positive = Annotated[float, Field(gt=0), BeforeValidator(parse_number)]
+Ahead = Annotated[int, Field(ge=0, le=8), BeforeValidator(parse_number)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(parse_number)]
 Share = Annotated[float, BeforeValidator(parse_share), _schema("share", "2%")]
 Size = Annotated[int, BeforeValidator(parse_size), _schema("size", "4GiB")]

@@ -64,7 +64,7 @@ class Profile:
 def profile_step(
     step: Callable[[], None], update: Callable[[], None], device: torch.device, trace: Path | None = None
 ) -> Profile:
-    """Takes a step (`step`, then `update`) and says what it was made of; `trace`: a file for the profiler's own JSON."""
+    """Takes a step (`step`, then `update`) and says what it was made of; `trace`: a file for the profiler's JSON."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as found:

@@ -87,7 +87,8 @@ def applied(run: Run, strategy: Strategy) -> Run:
     values = run.model_dump()
     for name in ("shard", "secondary_shard", "chunks"):
         values["parallel"][name] = None
-    values["parallel"] |= {"bucket": "auto", "prefetch": "auto", "tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "schedule": "1f1b"}
+    values["parallel"] |= {"bucket": "auto", "prefetch": "auto"}
+    values["parallel"] |= {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "schedule": "1f1b"}
     values["offload"] |= {"optimizer": "none", "parameters": "none"}
     for path, value in strategy.settings().items():
         place(values, path, value)

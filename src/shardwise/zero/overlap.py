@@ -1,4 +1,4 @@
-"""What travels beside computing: gathers that start some units ahead, and on CPU ranks reductions that nobody waits for.
+"""What travels beside computing: gathers that start some units ahead, and on CPUs reductions that nobody waits for.
 
 [Note: overlap] On a GPU FSDP queues collectives on streams of their own. What it gathers ahead by itself is one unit in
 backward, and in forward as much as the host is ahead of the device; lists of units make it so many in both. On a CPU
@@ -53,9 +53,14 @@ def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: boo
     if prefetch is None or sharded.mesh.size(1) == 1:
         return
     cpu = kind_of(sharded.device) == "cpu"
-    forward, backward = _distinct(sharded, sharded.model.modules()), _distinct(sharded, _inner_first(sharded.model))[::-1]
+    forward = _distinct(sharded, sharded.model.modules())
+    backward = _distinct(sharded, _inner_first(sharded.model))[::-1]
+    outer = _outer(forward)
     for at, unit in enumerate(forward):
-        unit.set_modules_to_forward_prefetch(forward[at + 1 : at + 1 + prefetch])
+        later = forward[at + 1 : at + 1 + prefetch]
+        if outer[at] is not None:  # it may run in backward, where its block is recomputed and what follows is done with
+            later = [one for n, one in enumerate(later, at + 1) if outer[n] is outer[at]]
+        unit.set_modules_to_forward_prefetch(later)
     for at, unit in enumerate(backward):
         # Without a list FSDP gathers one ahead; a unit that is there already is none.
         unit.set_modules_to_backward_prefetch(backward[at + 1 : at + 1 + prefetch] or [unit])
@@ -134,6 +139,17 @@ def _distinct(sharded: ShardedModel, modules: Iterator[nn.Module]) -> list[FSDPM
         if isinstance(module, FSDPModule) and (module is sharded.model or parameter_groups(module)):
             found.setdefault(id(module._get_fsdp_state()), module)
     return list(found.values())
+
+
+def _outer(units: list[FSDPModule]) -> list[FSDPModule | None]:
+    """For each unit the outermost one that it is a part of, the model itself apart."""
+    found: dict[nn.Module, FSDPModule] = {}
+    for unit in units[1:]:
+        assert isinstance(unit, nn.Module)
+        for inside in unit.modules():
+            if inside is not unit:
+                found.setdefault(inside, unit)
+    return [found.get(unit) for unit in units]  # type: ignore[call-overload]
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -173,9 +173,7 @@ def shard_model(
         fully_shard(modules, ignored_params=plain, **options)
 
 
-def shard_experts(
-    experts: ExpertParallel, world: World, stage: int, precision: str, reduce: str = "fp32"
-) -> None:
+def shard_experts(experts: ExpertParallel, world: World, stage: int, precision: str, reduce: str = "fp32") -> None:
     """Divides experts that are spread over ranks among those that have the same ones; before `shard_model`."""
     mesh = world.expert_shards
     assert mesh is not None
@@ -187,8 +185,8 @@ def shard_experts(
 
 def _options(mesh: DeviceMesh, stage: int, precision: str, reduce: str) -> dict[str, Any]:
     compute, sums = COMPUTE[precision], COMPUTE[reduce] if mesh.size() > 1 else torch.float32
-    same = compute is sums is torch.float32
-    policy = MixedPrecisionPolicy() if same else MixedPrecisionPolicy(None if compute is torch.float32 else compute, sums)
+    fp32 = torch.float32
+    policy = MixedPrecisionPolicy(None if compute is fp32 else compute, None if compute is sums is fp32 else sums)
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
     return {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}

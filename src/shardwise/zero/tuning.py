@@ -114,8 +114,8 @@ def tune(
         if world.is_main and output is not None:
             output.mkdir(parents=True, exist_ok=True)
             (output / FILE).write_text(json.dumps({"of": of, "sending": asdict(found[0][0]), "why": found[0][1]}))
-    sending, why = found[0]
-    say(f"communication: {why}")
+    sending: Sending = found[0][0]
+    say(f"communication: {found[0][1]}")
     if parallel.bucket != "auto":
         sending = replace(sending, bucket=said.bucket, together=1)
     if parallel.prefetch != "auto":
@@ -126,19 +126,16 @@ def tune(
 def measure_link(world: World) -> Link:
     """All-gathers in the shard groups, all groups at once, as steps make them; the slowest rank's times."""
     group, ranks, device = world.mesh["shard"].get_group(), world.mesh.size(1), world.device
-    seconds: dict[int, float] = {}
 
-    def gather(size: int) -> float:
+    def gather(size: int) -> tuple[int, float]:
         elements = max(1, size // 4 // ranks) * ranks
-        taken = time_of(call_of("all_gather", elements, ranks, group, device), LONG / 8, device)
-        seconds[4 * elements] = taken
-        return taken
+        return 4 * elements, time_of(call_of("all_gather", elements, ranks, group, device), LONG / 8, device)
 
-    gather(SMALLEST)
-    size = MIDDLE
-    while gather(size) < LONG and size < LARGEST:  # a step at a time: a link may let the first bytes through at once
+    small, size = gather(SMALLEST), MIDDLE
+    while (large := gather(size))[1] < LONG and size < LARGEST:  # a step at a time: nobody knows yet how slow it is
         size *= 4
-    found = fit(ranks, {"all_gather": seconds})
+    # The ends alone: links that let the first megabyte through at once make those between look fast.
+    found = fit(ranks, {"all_gather": dict((small, large))})
     return Link(ranks, found.bandwidth, found.latency)
 
 

@@ -48,27 +48,25 @@ def choose_units(
     if bucket is None:
         return [*(parts.take(some) for some in _neighbours(blocks, together)), parts.take([("", model)])]
     units: list[Unit] = []
-    together: list[tuple[str, nn.Module]] = []
+    joined: list[tuple[str, nn.Module]] = []
     for name, block in blocks:
-        near = bool(together) and name.rpartition(".")[0] == together[0][0].rpartition(".")[0]
-        if together and not (near and parts.bytes_of([block, *(module for _, module in together)]) <= bucket):
-            units.append(parts.take(together))
-            together = []
+        near = bool(joined) and name.rpartition(".")[0] == joined[0][0].rpartition(".")[0]
+        if joined and not (near and parts.bytes_of([block, *(module for _, module in joined)]) <= bucket):
+            units.append(parts.take(joined))
+            joined = []
         if parts.bytes_of([block]) <= bucket:
-            together.append((name, block))
+            joined.append((name, block))
             continue
         units += _divide(parts, name, block, bucket)
         if parts.free(block):
             units.append(parts.take([(name, block)]))
-    if together:
-        units.append(parts.take(together))
+    if joined:
+        units.append(parts.take(joined))
     units += _divide(parts, "", model, bucket)
     return [*units, parts.take([("", model)])]
 
 
-def _neighbours(
-    blocks: list[tuple[str, nn.Module]], most: int
-) -> Iterator[list[tuple[str, nn.Module]]]:
+def _neighbours(blocks: list[tuple[str, nn.Module]], most: int) -> Iterator[list[tuple[str, nn.Module]]]:
     """Blocks that follow one another in one list, so many at a time."""
     for _, run in groupby(blocks, key=lambda block: block[0].rpartition(".")[0]):
         near = list(run)

@@ -100,9 +100,10 @@ PRECISION = [
     idle("data_types.param_dtype", "the compute type is that of the fp16 or bf16 block; masters are fp32"),
     idle("data_types.buffer_dtype", "buffers keep the type the model gives them"),
     idle("data_types.keep_in_fp32_modules", "masters are fp32, and buffers keep the type the model gives them"),
-    idle("communication_data_type", "gradients are reduced in fp32 always; fewer bytes: zero_quantized_gradients"),
+    idle("communication_data_type",
+         "gradients are reduced in fp32; fewer bytes: `parallel.reduce: bf16`, zero_quantized_gradients"),
     idle("seq_parallel_communication_data_type", "exchanged as they are computed"),
-    idle("fp32_allreduce", "gradients are reduced in fp32 always"),
+    idle("fp32_allreduce", "gradients are reduced in fp32 unless `parallel.reduce: bf16`"),
 ]  # fmt: skip
 
 STEP = [
@@ -208,7 +209,8 @@ ZERO = [
     idle(f"{_Z}.ignore_unused_parameters", "a parameter without a gradient is left as it is"),
     idle(f"{_Z}.legacy_stage1", "there is one implementation of stage 1"),
     idle(f"{_Z}.parameter_alignment", "parameters are divided one by one, each aligned"),
-    idle(f"{_Z}.stage3_prefetch_bucket_size", "`parallel.prefetch` counts units ahead of use; `parallel.bucket` bounds their size"),
+    idle(f"{_Z}.stage3_prefetch_bucket_size",
+         "`parallel.prefetch` counts units ahead of use; `parallel.bucket` bounds their size"),
     idle(f"{_Z}.stage3_param_persistence_threshold",
          "small parameters travel in the gather of their unit at no cost of their own, so none is kept whole"),
     idle(f"{_Z}.stage3_model_persistence_threshold", "no parameter is kept whole"),
