@@ -1,12 +1,11 @@
 r"""What communication costs a step and what of it computing hides: two hosts, a rank on each, by traces of real steps.
 
-The hosts are network namespaces joined by a cable whose rate (and delay) `tc` sets; see zeropp_hosts.py. Each rank runs
+The hosts are network namespaces joined by a cable whose rate `tc` sets; see zeropp_hosts.py. Each rank runs
 what `shardwise bench train` runs, and leaves a trace of one step (torch's profiler, JSON; in --work, a file a rank and
 variant). Seconds of communication are those in which a thread of gloo works on a collective, by its own marks in the
 trace; what lies beside an operator of the threads that compute is hidden, the rest exposed. Needs root.
 
-    python benchmarks/overlap.py --rate 500mbit --rounds 4
-    python benchmarks/overlap.py --rate 2gbit --delay 4ms --hidden 192 --layers 24      # small blocks, far apart
+    python benchmarks/overlap.py --rate 500mbit --rounds 3
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 from zeropp_hosts import Host, two_hosts
 
 PORT = 29517
+BURST = "256kb"  # less than a tenth of a block: what passes at once would hide what a gather takes
 NONE: dict[str, Any] = {"prefetch": 0, "bucket": None}
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": NONE, "one": NONE | {"prefetch": 1}, "three": NONE | {"prefetch": 3}, "auto": {},
@@ -102,7 +102,6 @@ def tell(variant: str, found: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="500mbit", help="of the cable, as tc has it")
-    parser.add_argument("--delay", help="of each packet, e.g. 4ms")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=512, help="tokens of a rank's step")
@@ -117,7 +116,7 @@ def main() -> None:
         return take_part(args.part)
     names = args.variants.split(",")
     rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
-    with two_hosts(args.rate, args.delay) as hosts:
+    with two_hosts(args.rate, BURST) as hosts:
         for _ in range(args.rounds):
             for name in names:
                 rounds[name].append(measure(hosts, args, name, args.work.absolute()))

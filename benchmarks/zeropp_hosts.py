@@ -69,10 +69,10 @@ class Host:
 
 
 @contextmanager
-def two_hosts(rate: str | None, delay: str | None = None) -> Iterator[list[Host]]:
+def two_hosts(rate: str | None, burst: str = "1mb") -> Iterator[list[Host]]:
     """Two namespaces and the cable; raises CalledProcessError where that is not permitted. Or twice this machine.
 
-    `delay`: of each packet, besides.
+    `burst`: what passes at once after a rest.
     """
     if rate == "here":
         yield [Host("", "lo", "127.0.0.1")] * HOSTS
@@ -92,11 +92,8 @@ def two_hosts(rate: str | None, delay: str | None = None) -> Iterator[list[Host]
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.cable)
             ip("-n", host.name, "link", "set", host.cable, "up")
             ip("-n", host.name, "link", "set", "lo", "up")
-            if delay is not None:
-                shape = f"tc qdisc add dev {host.cable} root netem delay {delay} limit 100000 rate {rate or '100gbit'}"
-                subprocess.run([*host.enter, *shape.split()], check=True, capture_output=True, text=True)
-            elif rate is not None:
-                shape = f"tc qdisc add dev {host.cable} root tbf rate {rate} burst 1mb latency 100ms"
+            if rate is not None:
+                shape = f"tc qdisc add dev {host.cable} root tbf rate {rate} burst {burst} latency 100ms"
                 subprocess.run([*host.enter, *shape.split()], check=True, capture_output=True, text=True)
         yield hosts
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def a_run(**changes: Any) -> Run:
     return Run.model_validate(base | changes)
 
 
+def test_reductions_that_nothing_hides_are_told_with_what_fewer_bytes_would_save() -> None:
+    found = speed({"products": 6, "communication": 4}, ranks=2)
+    bare = replace(found, profile=replace(found.profile, sent={"reductions": [4.0, 3.0], "all": [4.0, 3.0]}))
+    (said,) = [line for line in advise(a_run(compile=True), bare) if "reduce: bf16" in line]
+    assert "half of the 30%" in said
+    hidden = replace(found, profile=replace(found.profile, sent={"reductions": [4.0, 0.5], "all": [4.0, 0.5]}))
+    assert not any("reduce: bf16" in line for line in advise(a_run(compile=True), hidden))
+    assert not any("reduce: bf16" in line for line in advise(a_run(parallel={"reduce": "bf16"}), bare))
+
+
 @pytest.mark.parametrize(("run", "found", "words"), [
     ({}, speed({"products": 4, REST: 4}), ["compile: true"]),
     ({"compile": True}, speed({"products": 4, REST: 4}), []),
@@ -121,10 +132,11 @@ def test_the_command(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = LLAMA if ranks == 1 else config_of("mixtral")
     run = {"model": {"config": config, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": 64},
            "train": {"batch_size": 4, "micro_batch_size": 1, "steps": 1}, "device": "cpu", "precision": "fp32",
-           "ranks": ranks, "parallel": {"zero": 3}}  # fmt: skip
+           "ranks": ranks, "parallel": {"zero": 3, "prefetch": ranks - 1}}  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    more = ["--json", "--trace", str(tmp_path / "traces")] if ranks == 2 else []
     with pytest.raises(SystemExit) as left:
-        main(["bench", "train", str(tmp_path / "run.yaml"), "--steps", "2", *(["--json"] if ranks == 2 else [])])
+        main(["bench", "train", str(tmp_path / "run.yaml"), "--steps", "2", *more])
     assert not left.value.code
     told = capsys.readouterr().out
     if ranks == 1:
@@ -133,6 +145,11 @@ def test_the_command(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = json.loads(told)
     assert found["tokens"] == 256 and found["ranks"] == 2 and found["tokens_per_second"] > 0
     assert found["profile"]["kinds"]["communication"] > 0 and not (tmp_path / "out").exists()
+    spent, bare = found["profile"]["sent"]["all"]
+    assert 0 < bare < spent, "some of it lay beside computing"
+    for rank in range(2):
+        events = json.loads((tmp_path / f"traces/rank-{rank}.json").read_text())["traceEvents"]
+        assert {"gloo:all_gather", "gloo:all_reduce"} <= {event.get("name") for event in events}
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
