@@ -94,7 +94,10 @@ def a_run(**changes: Any) -> Run:
     return Run.model_validate(base | changes)
 
 
-def test_reductions_that_nothing_hides_are_told_with_what_fewer_bytes_would_save() -> None:
+def test_reductions_that_nothing_hides_are_told_with_what_fewer_bytes_would_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.config.resolve._has_fp8", lambda machine: False)
     found = speed({"products": 6, "communication": 4}, ranks=2)
     bare = replace(found, profile=replace(found.profile, sent={"reductions": [4.0, 3.0], "all": [4.0, 3.0]}))
     (said,) = [line for line in advise(a_run(compile=True), bare) if "reduce: bf16" in line]
