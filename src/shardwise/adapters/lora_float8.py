@@ -10,6 +10,7 @@ Rounding is plain torch outside of the operators, so that a compiled block fuses
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -82,10 +83,16 @@ def float8_product(
     """left · W with the scales of both, plus scale · low upᵀ; `backward`: W sums over outputs, whose scales are in."""
     weight, scales = as_float8(packed, RowFormat(columns, cast(Bits, bits), double))
     right = transposed_bytes(weight).t() if backward else weight.t()
-    one = torch.ones((), device=left.device)
+    one = _one(left.device)
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # without scales fp16 would overflow
     y = multiply(left, right, one, one, wide, fast=True)
     return scale_and_add_low_rank_(y, rows, None if backward else scales, low, up, scale).to(dtype)
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    """Made once: filling it anew for each product would be a launch more."""
+    return torch.ones((), device=device)
 
 
 @float8_product.register_fake
