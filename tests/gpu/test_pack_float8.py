@@ -88,7 +88,7 @@ def test_two_ranks_of_one_card_train_the_same(more: dict[str, Any], tmp_path: Pa
         made[gather] = run_ranks(float8.train_and_count, 2, run)[0]
     a, b = made["bf16"], made["fp8"]
     assert (a["losses"], a["norms"], a["evaluated"]) == (b["losses"], b["norms"], b["evaluated"])
-    assert b["bytes"]["all_gather"] < 0.7 * a["bytes"]["all_gather"]
+    assert b["bytes"]["all_gather"] < 0.75 * a["bytes"]["all_gather"]
 
 
 def test_no_host_sync() -> None:
