@@ -20,7 +20,7 @@ demo: setup
 	@$(BIN)/shardwise demo
 
 test: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: setup
 	@$(BIN)/python -m pytest -q

@@ -44,7 +44,7 @@ FULL = ("hf-liger", "compiled-liger", "ours", "ours-8bit")
 ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "1b-full": ("1b", 8, 6, FULL),
     "8b-full": ("8b", 2, 6, FULL),
-    "8b-fp8": ("8b", 2, 6, ("compiled-torchao", "ours-fp8", "ours-8bit-fp8")),
+    "8b-fp8": ("8b", 2, 6, ("compiled-torchao", "ours-fp8", "ours-8bit-fp8", "ours-8bit-fp8-fast")),
     "8b-lora": (
         "8b",
         2,
@@ -153,6 +153,7 @@ CONTESTANTS: dict[str, Callable[[str, int], Step]] = {
     "ours-8bit": lambda m, n: ours(m, n, train__optimizer="adamw8bit"),
     "ours-fp8": lambda m, n: ours(m, n, precision="fp8"),
     "ours-8bit-fp8": lambda m, n: ours(m, n, precision="fp8", train__optimizer="adamw8bit"),
+    "ours-8bit-fp8-fast": lambda m, n: ours(m, n, precision="fp8", fp8__fast=True, train__optimizer="adamw8bit"),
     "ours-lora": lambda m, n: ours(m, n, method="lora"),
     "ours-lora-fp8": lambda m, n: ours(m, n, method={"type": "qlora", "bits": "fp8"}),
     "ours-qlora": lambda m, n: ours(m, n, method="qlora"),

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config.schema import Fp8
 from shardwise.errors import UserError
+from shardwise.kernels import float8
 from shardwise.kernels.float8 import BACKWARD, FORWARD, Recipe, cast, float8_linear, scale_of
 from shardwise.models.float8 import use_float8
 
@@ -37,6 +38,25 @@ def test_close_to_fp32(recipe: Recipe, tokens: tuple[int, int]) -> None:
     differences = both(recipe, torch.randn(*tokens, 128).bfloat16(), (0.05 * torch.randn(96, 128)).bfloat16())
     assert max(differences[:1]) < 0.04 and max(differences) < 0.08  # 2 or 3 bits of mantissa
     assert min(differences[:3]) > 1e-3  # something was rounded
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fast", [False, True])
+def test_which_products_may_be_added_up_with_fewer_bits(
+    recipe: Recipe, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward's always, backward's two where that is asked for."""
+    said: list[bool] = []
+    plain = float8.multiply
+
+    def multiply(*given: Any, fast: bool = False) -> torch.Tensor:
+        said.append(given[5] if len(given) > 5 else fast)
+        return plain(*given[:5])
+
+    monkeypatch.setattr(float8, "multiply", multiply)
+    x, weight = (torch.randn(32, 32).bfloat16().requires_grad_() for _ in range(2))
+    float8_linear(x, weight, None, recipe, fast).sum().backward()
+    assert said == [True, fast, fast]
 
 
 def test_an_outlier_costs_its_own_row_alone_by_rows() -> None:

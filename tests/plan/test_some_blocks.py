@@ -12,9 +12,10 @@ from support.tiny import LLAMA, tiny_run, tokenizer_folder
 
 from shardwise.config.schema import Run
 from shardwise.models.source import ModelSource, config_from
-from shardwise.plan.auto import fewest_recomputed
+from shardwise.plan.blocks import fewest_recomputed
 from shardwise.plan.estimate import estimate
 from shardwise.plan.hardware import cluster_of
+from shardwise.plan.remedies import remedies
 from shardwise.plan.sketch import sketch
 from shardwise.rehearse.step import rehearse
 from shardwise.rehearse.tally import tally_of
@@ -58,6 +59,16 @@ def test_as_few_as_fit() -> None:
     assert every.time.seconds > found.time.seconds > none.time.seconds
     assert found.model_flops == pytest.approx(none.model_flops, rel=2e-2)
     assert fewest_recomputed(SOURCE, on(every.peak / 2**30 * 1.031))[1] in (None, 9)
+
+
+def test_a_remedy_names_how_many() -> None:
+    every, none = on(100), on(100, recompute="none")
+    before = on((every.peak + none.peak) / 2 / 2**30 * 1.03, recompute="none")
+    found = [one for one in remedies(SOURCE, before.run, before.cluster, before) if "recompute" in one.settings]
+    (one,) = [one for one in found if one.settings.keys() == {"recompute", "recompute_blocks"}]
+    assert 3 <= one.settings["recompute_blocks"] <= 7 and one.found.fits
+    assert "recompute=full recompute_blocks=" in one.told(before)
+    assert one.found.time.seconds < every.time.seconds
 
 
 def test_lightly_where_that_is_enough() -> None:

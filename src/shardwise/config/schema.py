@@ -544,6 +544,11 @@ class Fp8(Section):
     least: Count = Field(
         default=512, description="layers with fewer inputs or outputs stay in bf16: rounding costs more than it saves"
     )
+    fast: bool = Field(
+        default=False,
+        description="on a GPU, add up backward's products with fewer bits, as forward's are: faster by some percent, "
+        "gradients less exact",
+    )
     gather: Literal["auto", "bf16", "fp8"] = Field(
         default="auto",
         description="how ZeRO gathers these layers' weights; fp8 = as they are multiplied: half the bytes, the same "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,11 @@ from shardwise.data.containers import (
 from shardwise.data.streams import Input
 from shardwise.data.tables import Plain
 from shardwise.errors import UserError
+
+if sys.version_info < (3, 11, 5):  # whose own patterns lose their way where they must not go back (`*+`)
+    import regex as patterns
+else:
+    import re as patterns
 
 MAX_COLUMNS = 256 << 20  # of a JSON file that has to be held whole
 ROW_LISTS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns")  # a row may have these itself
@@ -82,9 +87,9 @@ def cut_values(path: str, values: Iterable[tuple[int, bytes]]) -> Iterator[Value
         yield Values(path, tuple(held))
 
 
-_SPACE = re.compile(rb"[ \t\r\n]*")
+_SPACE = patterns.compile(rb"[ \t\r\n]*")
 _STRING, _OTHER = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', rb'[^\[\]{}"]++'
-_WITHIN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # the rest of a string that was cut off
+_WITHIN = patterns.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', patterns.DOTALL)  # the rest of a string that was cut off
 
 
 def _nested(levels: int) -> bytes:
@@ -93,9 +98,12 @@ def _nested(levels: int) -> bytes:
     return inner % (_OTHER, _STRING, rb"|[\[{]" + _nested(levels - 1) + rb"[\]}]" if levels else b"")
 
 
-_SKIP = re.compile(_nested(3), re.DOTALL)
-_GROUP = re.compile(rb"[\[{]%s[\]}]|%s" % (_nested(3), _STRING), re.DOTALL)  # a row in one match, as most are
-_SCALAR = re.compile(rb"[^\s,\]}]+")
+_SKIP = patterns.compile(_nested(3), patterns.DOTALL)
+# a row in one match, as most are
+_GROUP = patterns.compile(
+    rb"[\[{]%s[\]}]|%s" % (_nested(3), _STRING), patterns.DOTALL
+)  # a row in one match, as most are
+_SCALAR = patterns.compile(rb"[^\s,\]}]+")
 
 
 class JsonScanner:

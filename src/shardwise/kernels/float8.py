@@ -32,18 +32,24 @@ CAPABILITY = (8, 9)  # of NVIDIA's GPUs that have such products
 TINY = 2.0**-40  # below it a tensor counts as zero; a bf16 number: see [Note: rounding twice] in pack_float8.py
 
 
-def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
-    """x · weightᵀ + bias; `weight` is out × in, both dimensions multiples of 16."""
+def float8_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, fast: bool = False
+) -> torch.Tensor:
+    """x · weightᵀ + bias; `weight` is out × in, both dimensions multiples of 16.
+
+    `fast`: backward's products are added up with fewer bits, as forward's are.
+    """
     flat = x.reshape(-1, x.shape[-1])
     product = _Tensorwise if recipe == "tensorwise" else _Rowwise
-    out: torch.Tensor = product.apply(flat, weight.to(x.dtype))
+    out: torch.Tensor = product.apply(flat, weight.to(x.dtype), fast)
     out = out.view(*x.shape[:-1], out.shape[-1])
     return out if bias is None else out + bias.to(out.dtype)
 
 
 class _Tensorwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, fast: bool) -> torch.Tensor:  # type: ignore[override]
+        ctx.fast = fast
         x_scale, inverse = scale_of(x, FORWARD), inverse_for(largest_of(weight))
         if ctx.needs_input_grad[1]:  # the other layout is what its product will want, and all that is kept of x
             by_rows, turned = round_both(x, x_scale.reciprocal(), FORWARD)
@@ -62,25 +68,26 @@ class _Tensorwise(torch.autograd.Function):
             by_rows = cast(gradient, scale, BACKWARD)
         else:
             by_rows, turned = round_both(gradient, scale.reciprocal(), BACKWARD)
-            d_weight = multiply(turned, x_turned.t(), scale, x_scale, gradient.dtype)
+            d_weight = multiply(turned, x_turned.t(), scale, x_scale, gradient.dtype, ctx.fast)
         if ctx.needs_input_grad[0]:
             columns = round_turned(weight, inverse, FORWARD).t()
-            d_x = multiply(by_rows, columns, scale, inverse.reciprocal(), gradient.dtype)
-        return d_x, d_weight
+            d_x = multiply(by_rows, columns, scale, inverse.reciprocal(), gradient.dtype, ctx.fast)
+        return d_x, d_weight, None
 
 
 class _Rowwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, fast: bool) -> torch.Tensor:  # type: ignore[override]
+        ctx.fast = fast
         ctx.save_for_backward(x, weight)
         return _by_rows(x, weight, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        d_x = _by_rows(gradient, weight.t(), gradient.dtype) if ctx.needs_input_grad[0] else None
-        d_weight = _by_rows(gradient.t(), x.t(), gradient.dtype) if ctx.needs_input_grad[1] else None
-        return d_x, d_weight
+        d_x = _by_rows(gradient, weight.t(), gradient.dtype, ctx.fast) if ctx.needs_input_grad[0] else None
+        d_weight = _by_rows(gradient.t(), x.t(), gradient.dtype, ctx.fast) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight, None
 
 
 def _by_rows(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Float8(nn.Module):
     """What a linear layer in 8 bits is besides its own class."""
 
     float8_recipe: Recipe
+    float8_fast: bool
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -35,7 +36,7 @@ class Float8(nn.Module):
         if not self.training:
             return super().forward(x)  # type: ignore[no-any-return]
         weight = self.weight.t() if is_transposed(self) else self.weight
-        return float8_linear(x, weight, self.bias, self.float8_recipe)
+        return float8_linear(x, weight, self.bias, self.float8_recipe, self.float8_fast)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8 {self.float8_recipe}".lstrip(", ")
@@ -53,6 +54,7 @@ def use_float8(model: nn.Module, blocks: list[tuple[str, nn.Module]], settings: 
         if wide and name.startswith(inside) and name not in kept:
             module.__class__ = _float8_class(cast(Any, type(module)))
             module.float8_recipe = settings.recipe  # type: ignore[assignment]
+            module.float8_fast = settings.fast  # type: ignore[assignment]
             chosen.append(name)
     if not chosen:
         raise UserError(

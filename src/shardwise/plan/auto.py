@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from shardwise.config.compat import clashes
@@ -17,8 +16,7 @@ from shardwise.config.resolve import (
 )
 from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
-from shardwise.models.source import ModelSource
-from shardwise.plan.estimate import MARGIN, Estimate, estimate
+from shardwise.plan.blocks import fewest_recomputed
 from shardwise.plan.explain import headline, reasons, told
 from shardwise.plan.gate import cluster_here
 from shardwise.plan.models import find_config
@@ -75,32 +73,6 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
     for line in (why, *reasons(plan)):
         say(line)
     return result
-
-
-def fewest_recomputed(source: ModelSource, found: Estimate) -> tuple[Estimate, int | None]:
-    """What fits with all blocks recomputed, with as few as still fit, and how many; None = all, or none but lightly.
-
-    Memory grows evenly from all to none (plan/sketch.py), so that two estimates say where the line is.
-    """
-    run, cluster = found.run, found.cluster
-    layers = int(getattr(source.config.get_text_config(), "num_hidden_layers", 0))
-    if run.compile and run.offload.activations == "none":
-        lightly = estimate(source, run.model_copy(update={"recompute": "light"}), cluster)
-        if lightly.fits:
-            return lightly, None
-    if run.parallel.pipeline > 1 or run.offload.activations != "none" or source.config.is_encoder_decoder or layers < 2:
-        return found, None
-    free = estimate(source, run.model_copy(update={"recompute": "none"}), cluster)
-    need, gain = free.peak * (1 + MARGIN) - cluster.device.memory, (free.peak - found.peak) * (1 + MARGIN)
-    if gain <= 0:
-        return found, None
-    blocks = max(1, math.ceil(layers * need / gain))
-    while blocks < layers:
-        some = estimate(source, run.model_copy(update={"recompute_blocks": blocks}), cluster)
-        if some.fits:
-            return some, blocks
-        blocks += 1
-    return found, None
 
 
 def _plain(run: Run) -> Run:

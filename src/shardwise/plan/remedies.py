@@ -10,6 +10,7 @@ from shardwise.config.paths import place
 from shardwise.config.schema import Run
 from shardwise.errors import RunFailed, UserError
 from shardwise.models.source import ModelSource
+from shardwise.plan.blocks import fewest_blocks
 from shardwise.plan.estimate import Estimate, estimate, without_pipeline
 from shardwise.plan.hardware import Cluster
 from shardwise.plan.search import Sketches
@@ -60,10 +61,18 @@ def remedies(source: ModelSource, run: Run, cluster: Cluster, before: Estimate) 
                 found.append(Remedy(settings, same, estimate(source, changed, cluster, sketches)))
             except (RunFailed, UserError):
                 continue
-    fitting = [one for one in found if one.found.fits]
+    fitting = [_no_more_than_needed(one, source, before, sketches) for one in found if one.found.fits]
     if fitting:
         return sorted(fitting, key=lambda one: (not one.same, one.found.time.seconds, len(one.settings)))[:SHOWN]
     return sorted(found, key=lambda one: one.found.peak)[:SHOWN]
+
+
+def _no_more_than_needed(one: Remedy, source: ModelSource, before: Estimate, sketches: Sketches) -> Remedy:
+    """Where recomputing all blocks fits, as few of them as do."""
+    if one.settings != {"recompute": "full"} or before.run.recompute != "none":
+        return one
+    some, blocks = fewest_blocks(source, before, one.found, sketches)
+    return one if blocks is None else Remedy(one.settings | {"recompute_blocks": blocks}, one.same, some)
 
 
 def _rows_that_fit(run: Run, before: Estimate) -> list[int]:

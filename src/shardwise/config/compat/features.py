@@ -172,6 +172,7 @@ GROUPS = _hidden("recompute_group", "recompute_group", 2, lambda size: size > 1,
 NO_ACTIVATIONS = _hidden("offload.activations: none", "offload.activations", "none")
 NO_FP8 = _hidden("fp8: none", "fp8.recipe", "none")
 KEPT_16 = _hidden("fp8.keep", "fp8.keep", ("down_proj",), bool)
+FP8_FAST = _hidden("fp8.fast", "fp8.fast", True, company={"precision": "bf16", "fp8.recipe": "tensorwise"})
 FP8_GATHER = _hidden("fp8.gather: fp8", "fp8.gather", "fp8", company={"precision": "bf16", "fp8.recipe": "tensorwise"})
 EAGER = _hidden("compile: false", "compile", False)
 STATES_STAY = _hidden("offload.optimizer: none", "offload.optimizer", "none")

@@ -259,6 +259,7 @@ MACHINES = (
     _rule("fp8", (f.FP8, (f.PRECISIONS[0], f.FP16)), "computes beside bf16, not {precision}",
           f"set precision: bf16, or {NO_FP8}", shown="fp8.recipe"),
     _rule("fp8.keep", (f.KEPT_16, f.NO_FP8), "nothing multiplies in 8 bits", "set precision: fp8, or leave it out"),
+    _rule("fp8.fast", (f.FP8_FAST, f.NO_FP8), "nothing multiplies in 8 bits", "set precision: fp8, or leave it out"),
     _rule("fp8.gather", (f.FP8_GATHER, f.NO_FP8), "nothing multiplies in 8 bits",
           "set precision: fp8, or leave it out"),
     _rule("fp8.gather", (f.FP8_GATHER, f.FP8[1]),
