@@ -9,6 +9,7 @@ busy with few heads as with many.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -68,9 +69,7 @@ def long_attention(
 
 
 @long_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty(query, value)
 
 
@@ -115,16 +114,8 @@ def long_attention_backward(
 
 
 @long_attention_backward.register_fake
-def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(gradient: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value = given[:3]
     return _by_tokens(query), _by_tokens(key), _by_tokens(value)
 
 
