@@ -38,9 +38,15 @@ def settings(tokens: int, layers: int, group: int, on_host: int) -> dict[str, An
 
 
 def main() -> None:
-    out, given = sys.argv[1], [int(one) for one in sys.argv[2:]]
-    tokens, layers, group, on_host = [*given, *(0, LAYERS, 1, LAYERS)[len(given) :]]
+    words = sys.argv[2:]
+    if not 1 <= len(words) <= 4 or not all(word.isdigit() for word in words):
+        raise SystemExit(__doc__)
+    given = [int(word) for word in words]
+    out, (tokens, layers, group, on_host) = sys.argv[1], [*given, *(0, LAYERS, 1, LAYERS)[len(given) :]]
     import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA device")
 
     from shardwise.config.schema import Run
     from shardwise.models.build import find_blocks

@@ -108,13 +108,15 @@ def main() -> None:
     parser.add_argument("--zero", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed without the profiler")
     parser.add_argument("--rounds", type=int, default=1, help="of all variants in turn; the fastest of each is told")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--work", type=Path, default=Path("out/overlap"))
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         return take_part(args.part)
     names = args.variants.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        parser.error(f"--variants: {', '.join(unknown)} is none of {', '.join(VARIANTS)}")
     rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
     with two_hosts(args.rate, BURST) as hosts:
         for _ in range(args.rounds):

@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def two_hosts(rate: str | None, burst: str = "1mb") -> Iterator[list[Host]]:
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go then too
     try:
         for host in hosts:
             ip("netns", "add", host.name)
@@ -94,9 +96,12 @@ def two_hosts(rate: str | None, burst: str = "1mb") -> Iterator[list[Host]]:
             ip("-n", host.name, "link", "set", "lo", "up")
             if rate is not None:
                 shape = f"tc qdisc add dev {host.cable} root tbf rate {rate} burst {burst} latency 100ms"
-                subprocess.run([*host.enter, *shape.split()], check=True, capture_output=True, text=True)
+                done = subprocess.run([*host.enter, *shape.split()], capture_output=True, text=True)
+                if done.returncode:
+                    raise SystemExit(f"tc takes no rate of {rate!r}: {done.stderr.strip().splitlines()[0]}")
         yield hosts
     finally:
+        signal.signal(signal.SIGTERM, before)
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
 

@@ -81,6 +81,17 @@ def test_what_gloo_does_beside_computing_is_hidden() -> None:
     assert found.sent == {"gathers": [3, 2], "reductions": [3.5, 2.5], "all": [6, 4]}
 
 
+def test_waiting_for_a_collective_counts_once() -> None:
+    """A thread that computes waits, in FSDP's copying, for what gloo's thread does meanwhile."""
+    operators = [
+        ("shardwise::step", 0.0, 10.0, 0.0, 1), ("aten::mm", 1.0, 4.0, 3.0, 1), ("gloo:all_gather", 3.0, 6.0, 3.0, 2),
+        ("FSDP::all_gather_copy_out", 4.0, 7.0, 2.0, 1), ("aten::split", 6.5, 7.0, 0.5, 1),
+    ]  # fmt: skip
+    found = of_operators(operators)
+    assert found.exposed["communication"] == 2.5 and found.kinds["communication"] == 3.5
+    assert sum(found.exposed.values()) <= found.whole
+
+
 def speed(kinds: dict[str, float], idle: float = 0.0, memory: int = 90, **changes: Any) -> Speed:
     whole = sum(kinds.values()) + idle
     values = {"seconds": whole, "tokens": 100, "mfu": None, "memory": memory, "room": 100, "device": "G", "ranks": 1,
@@ -168,6 +179,11 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         with pytest.raises(SystemExit) as left:
             main(["bench", "train", str(tmp_path / "run.yaml"), *words])
         assert left.value.code == 2 and told in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/within"):
+        with pytest.raises(SystemExit) as left:
+            main(["bench", "train", str(tmp_path / "run.yaml"), "--trace", str(tmp_path / place)])
+        assert left.value.code == 2 and "no folder can be made there" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_interrupt_that_was_swallowed_is_heeded() -> None:

@@ -70,6 +70,12 @@ def test_claims_change_one_thing_at_a_time() -> None:
         assert plan.rows % (claim.settings["train.micro_batch_size"] * data) == 0
 
 
+@pytest.mark.parametrize("more", [{"prefetch": 2, "reduce": "bf16"}, {"bucket": 100_000}, {"quantize_weights": True}])
+def test_no_two_claims_have_one_name(more: dict[str, Any]) -> None:
+    names = [c.name for c in plan_claims(described(ranks=2, parallel={"zero": 3, **more}), True, "fp32").claims]
+    assert len(set(names)) == len(names) and names[-1] == "all settings of ZeRO-3 on 2 ranks"
+
+
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [(2, {"context": 2}), (9, {"tensor": 9}), (6, {"expert": 3}), (12, {"tensor": 3, "expert": 3}), (1, {}),

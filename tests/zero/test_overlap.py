@@ -13,6 +13,7 @@ from support.tiny import LLAMA, tiny_run, tokenizer_folder
 from shardwise.config.load import load_run
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks
+from shardwise.zero import tuning
 from shardwise.zero.overlap import Sending
 from shardwise.zero.tuning import Blocks, Link, choose
 from shardwise.zero.units import choose_units
@@ -136,3 +137,17 @@ def test_what_cannot_be(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as error:
         load_run({"model": "m", "data": {"train": "x"}, "parallel": settings})
     assert error.value.field.startswith(field)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "3", '{"of": [1]}', '{"of": [1], "sending": {"together": -3, "prefetch": 1}, "why": "x"}',
+     '{"of": [1], "sending": {"together": 1, "prefetch": "x"}, "why": "x"}',
+     '{"of": [2], "sending": {"together": 1, "prefetch": 1}, "why": "x"}'],
+)  # fmt: skip
+def test_a_choice_that_cannot_be_read_is_made_anew(text: str, tmp_path: Path) -> None:
+    assert tuning._kept(tmp_path, [1]) is None and tuning._kept(None, [1]) is None
+    (tmp_path / tuning.FILE).write_text(text)
+    assert tuning._kept(tmp_path, [1]) is None
+    (tmp_path / tuning.FILE).write_text('{"of": [1], "sending": {"together": 2, "prefetch": 3}, "why": "x"}')
+    assert tuning._kept(tmp_path, [1]) == (Sending(None, 2, 3), "x (as before)")

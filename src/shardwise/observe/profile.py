@@ -35,6 +35,7 @@ KERNELS = (
     ("products", r"nvjet|gemm|GEMM|xmma|cublas|splitK|cutlass|grouped_mm|_mm_"),
 )
 OPERATORS = (
+    # FSDP waits for a gather where it copies what came out of it.
     ("communication", r"^c10d::|^gloo|^record_param_comms|^_c10d|^FSDP::(all_gather|.*reduce)"),
     ("attention", r"scaled_dot_product|_flash_attention"),
     ("loss", r"cross_entropy|log_softmax|nll_loss"),
@@ -124,6 +125,7 @@ def of_operators(operators: list[tuple[str, float, float, float, int]]) -> Profi
     named: list[tuple[str, float]] = []
     collectives: list[tuple[str, float, float]] = []
     computing: list[Span] = []
+    calling: list[Span] = []  # collectives, or waiting for them, on threads that compute
     for name, start, stop, own, thread in operators:
         if name in ("shardwise::step", UPDATE) or not (begin <= start and stop <= end):
             continue
@@ -132,15 +134,17 @@ def of_operators(operators: list[tuple[str, float, float, float, int]]) -> Profi
             named += [(name, stop - start)] if name.startswith("gloo:") else []
             continue
         inside = any(s <= start and stop <= e for s, e in updates)
-        kinds["optimizer" if inside else _kind(name, OPERATORS)] += own
+        kind = "optimizer" if inside else _kind(name, OPERATORS)
+        kinds[kind] += own
+        calling += [(start, stop)] if kind == "communication" else []
         named.append((name, own))
         if re.search(COMPUTING, name):
             computing.append((start, stop))
-    exposed, whole, called = dict(kinds), end - begin, kinds.get("communication", 0.0)
-    if collectives:  # with what calls them: that is computed by nobody else
+    exposed, whole = dict(kinds), end - begin
+    if collectives:  # who waits for one does so while it runs: the time counts once
         spans = [(s, e) for _, s, e in collectives]
-        exposed["communication"] = called + _beside(spans, computing)
-        kinds["communication"] = called + _covered(spans)
+        exposed["communication"] = _beside([*spans, *calling], computing)
+        kinds["communication"] = _covered(spans) + exposed["communication"] - _beside(spans, computing)
     idle = max(0.0, whole - sum(exposed.values()))
     return Profile(whole, _sorted(kinds), exposed, idle, _largest(named), _sent(collectives, computing))
 

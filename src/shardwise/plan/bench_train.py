@@ -101,8 +101,7 @@ def measure(
         work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": target.ranks}
         work["progress"] = str(folder / "progress")
         if trace is not None:
-            trace.mkdir(parents=True, exist_ok=True)
-            work["trace"] = str(trace.absolute())
+            work["trace"] = str(_folder_for(trace))
         with started(run.precision, str(run.device), folder) as host, _told(folder / "progress", target, steps, say):
             check()
             found = host.ask(work | {"folder": str(folder / "ranks")})
@@ -116,6 +115,17 @@ def measure(
     shape = Profile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
     told = found[0]["told"]
     return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, rank, shape, told)
+
+
+def _folder_for(trace: Path) -> Path:
+    try:
+        trace.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"no folder can be made there: {error.strerror}"
+        raise UserError("--trace", str(trace), problem, "name a folder that is there, or a new one") from None
+    if not os.access(trace, os.W_OK):
+        raise UserError("--trace", str(trace), "may not be written to", "name another folder")
+    return trace.absolute()
 
 
 @contextmanager
@@ -275,7 +285,7 @@ def show(target: Target, speed: Speed, documents: int, advice: list[str], consol
         f"{run.data.sequence_length:,} tokens{f' ({documents} documents each)' if documents > 1 else ''} a step, "
         f"{run.computes_in}{', compiled' if run.compile else ''}"
     )
-    mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else ""
+    mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else " (MFU and memory: on GPUs)" * (speed.device == "CPU")
     memory = f", peak {speed.memory / 2**30:.1f} of {speed.room / 2**30:.1f} GiB" if speed.memory and speed.room else ""
     console.print(
         f"[bold]{speed.tokens_per_second:,.0f} tokens/s[/bold], {speed.seconds * 1e3:,.1f} ms a step{mfu}{memory}"

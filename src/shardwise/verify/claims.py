@@ -268,9 +268,12 @@ def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds
     lossy = ", ".join(part.lossy for part in parts if part.lossy)
     more = [part.name for part in parts if part.ranks == 1 or part.name == "offload"]
     ranks = f" on {world.ranks} ranks" if world.ranks > 1 else ""
+    name = " + ".join([" × ".join(words), *more] if words else more) + ranks
+    if any(claim.name == name for claim in claims):  # ZeRO alone, with settings that have no name in it
+        name = f"all settings of {name}"
     claims.append(Claim(
-        " + ".join([" × ".join(words), *more] if words else more) + ranks, "all of it together", settings, world.ranks,
-        bounds=bounds, rests_on=tuple(part.name for part in parts), lossy=lossy,
+        name, "all of it together", settings, world.ranks, bounds=bounds,
+        rests_on=tuple(part.name for part in parts), lossy=lossy,
     ))  # fmt: skip
 
 

@@ -176,11 +176,16 @@ def _memory(world: World) -> float:
 
 
 def _kept(output: Path | None, of: list[Any]) -> tuple[Sending, str] | None:
+    """What an earlier run of this folder chose for the same model and ranks; None where that is not to be read."""
     try:
         kept = json.loads((output / FILE).read_text()) if output is not None else {}
-    except (OSError, ValueError):
+        if kept["of"] != of:
+            return None
+        sending, why = Sending(None, int(kept["sending"]["together"]), int(kept["sending"]["prefetch"])), kept["why"]
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return (Sending(**kept["sending"]), f"{kept['why']} (as before)") if kept.get("of") == of else None
+    usual = sending.together >= 1 and 0 <= (sending.prefetch or 0) <= MOST_AHEAD and isinstance(why, str)
+    return (sending, f"{why} (as before)") if usual else None
 
 
 def _told(seconds: float) -> str:
