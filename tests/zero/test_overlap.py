@@ -11,6 +11,7 @@ from support.ranks import run_ranks
 from support.tiny import LLAMA, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
+from shardwise.config.resolve import check_parallel
 from shardwise.errors import UserError
 from shardwise.models.build import find_blocks
 from shardwise.zero import tuning
@@ -137,6 +138,14 @@ def test_what_cannot_be(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as error:
         load_run({"model": "m", "data": {"train": "x"}, "parallel": settings})
     assert error.value.field.startswith(field)
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {"tensor": 2})])
+def test_sums_over_no_ranks_have_no_type(ranks: int, parallel: dict[str, Any]) -> None:
+    run = load_run({"model": "m", "data": {"train": "x"}, "parallel": {"reduce": "bf16", **parallel}}).run
+    with pytest.raises(UserError, match="over no ranks"):
+        check_parallel(run, ranks)
+    check_parallel(run, 2 * ranks)
 
 
 @pytest.mark.parametrize(

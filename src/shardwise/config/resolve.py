@@ -211,6 +211,8 @@ def check_parallel(run: Run, ranks: int) -> None:
             "recompute_group", run.recompute_group, f"is for one GPU yet, not for {ranks} ranks", "leave it out"
         )
     check_secondary(run.parallel, ranks)
+    if run.parallel.reduce == "bf16" and spread == 1:
+        raise UserError("parallel.reduce", "bf16", "gradients are added up over no ranks", "leave it out")
     if run.fp8.gather == "fp8" and shard_size(zero, shard, spread) == 1:
         raise UserError(
             "fp8.gather", "fp8", "every rank has the weights whole: there is nothing to gather", "leave it out"
