@@ -94,8 +94,7 @@ class Engine:
             fill(model)
         self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
         install_collectives(self.sharded, config.parallel, world, config.timeout)
-        beside = sending.prefetch if not self.timer.on or world.device.type == "cuda" else None
-        install_overlap(self.sharded, beside, reductions=not config.parallel.quantize_gradients)
+        install_overlap(self.sharded, sending.prefetch, not config.parallel.quantize_gradients, self.timer.on)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         if config.offload.optimizer != "none":

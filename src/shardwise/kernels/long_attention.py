@@ -50,10 +50,9 @@ def long_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, laid out by tokens, and the logarithms of the sums that softmax divides by."""
-    out, sums = _empty(query, value)
+    (out, sums), kernel = _empty(query, value), _kernel(query)
     for of_queries, of_keys in _parts(query, key):
         q, k, v = _own(query[:, of_queries], key[:, of_keys], value[:, of_keys])
-        kernel = _kernel(query)
         if kernel == "cudnn":
             found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
         else:
@@ -85,11 +84,10 @@ def long_attention_backward(
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values."""
-    grads = _by_tokens(query), _by_tokens(key), _by_tokens(value)
+    grads, kernel = (_by_tokens(query), _by_tokens(key), _by_tokens(value)), _kernel(query)
     for of_queries, of_keys in _parts(query, key):
         q, k, v = _own(query[:, of_queries], key[:, of_keys], value[:, of_keys])
         o, grad, lse = _own(out[:, of_queries], gradient[:, of_queries], sums[:, of_queries])
-        kernel = _kernel(query)
         if kernel == "cudnn":
             seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is none
             found = _aten._scaled_dot_product_cudnn_attention_backward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.kernels.together import addresses, places
+from shardwise.kernels.together import addresses, ends, places
 
 try:
     import triton
@@ -34,10 +34,11 @@ def _sums(tensors: list[torch.Tensor], half: bool) -> torch.Tensor:
     """Of the squares of each part of each tensor."""
     counts, device = tuple(t.numel() for t in tensors), tensors[0].device
     where, (pointers, aligned) = places(counts, BLOCK * STEPS, device), addresses(tensors)
-    ends = torch.tensor(counts, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
     sums = torch.empty(len(where), dtype=torch.float32, device=device)
     with torch.cuda.device(device):
-        _squares[(len(where),)](sums, where, ends, pointers, half, aligned, BLOCK, STEPS, num_warps=WARPS)
+        _squares[(len(where),)](
+            sums, where, ends(counts, device), pointers, half, aligned, BLOCK, STEPS, num_warps=WARPS
+        )
     return sums
 
 

@@ -21,6 +21,12 @@ def places(counts: tuple[int, ...], size: int, device: torch.device) -> torch.Te
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
+@functools.lru_cache(maxsize=64)
+def ends(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The tensors' sizes, where programs read them."""
+    return torch.tensor(counts, dtype=torch.int64).to(device)
+
+
 def addresses(*columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     """Where tensors lie, a row for each and a column for each list; and whether all begin on ALIGNED bytes."""
     rows = [[tensor.data_ptr() for tensor in row] for row in zip(*columns, strict=True)]

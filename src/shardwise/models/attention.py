@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.acting import kind_of, stands_in
-from shardwise.kernels.long_attention import attend_long, is_long
+from shardwise.kernels.long_attention import CUDNN, attend_long, is_long
 from shardwise.models.documents import DocumentMask, OwnMask, OwnRows, RowsMask
 from shardwise.models.grouped_attention import attend_in_groups
 
@@ -229,7 +229,7 @@ def fast_attention(device: torch.device) -> contextlib.AbstractContextManager[No
 
     Around backward as well: a block that is recomputed must choose the same kernel again.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CUDNN:
         return contextlib.nullcontext()
     kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kinds, set_priority=True)  # type: ignore[no-any-return]

@@ -153,9 +153,7 @@ def build_model(
     if run.parallel.beyond_data:
         spread.take(sharded)
     install_collectives(sharded, run.parallel, world, run.timeout, float8_gathers(run, world.mesh.size(1)))
-    # A timer on a CPU sees what is waited for, so with one nothing is left to run beside.
-    beside = sending.prefetch if not timer.on or world.device.type == "cuda" else None
-    install_overlap(sharded, beside, reductions=not run.parallel.quantize_gradients)
+    install_overlap(sharded, sending.prefetch, not run.parallel.quantize_gradients, timer.on)
     return sharded, spread
 
 

@@ -36,8 +36,17 @@ WEIGHT_BITS: Bits = 8
 GRADIENT_BITS: Bits = 4
 # Within a node bandwidth is plenty, and rounding to 4 bits twice would make the error of the sum 1.4 times as large.
 NODE_GRADIENT_BITS: Bits = 8
-# torch 2.13 has a new name for it and warns of the old one, 2.11 has the old one only.
+# torch 2.13 has new names for them and warns of the old ones, 2.11 has the old ones only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PlainBuffers:
+    """The buffers of a collective of our own are memory like any other."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What FSDP gathers into, or reduces from and into."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Packing(Protocol):
@@ -72,7 +81,7 @@ class Int8Packing:
         dequantize_into(slices, rows, WEIGHT_BITS)
 
 
-class WeightGather(AllGather):
+class WeightGather(PlainBuffers, AllGather):
     """One unit's gather: in fewer bytes with a `packing`, keeping a secondary shard within a step if `hops` (hpZ).
 
     The secondary shard is packed too where both are on.
@@ -97,10 +106,6 @@ class WeightGather(AllGather):
     def forget(self) -> None:
         """Drops the secondary shard: the parameters are no longer those it was made of."""
         self._secondary = self._ready = None
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """FSDP's buffer for the gathered parameters."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -139,7 +144,7 @@ class WeightGather(AllGather):
         return _gather(self._secondary.view(-1), hops.within)
 
 
-class GradientReduce(ReduceScatter):
+class GradientReduce(PlainBuffers, ReduceScatter):
     """One unit's qgZ: a reduce-scatter by all-to-all of 4 bits, in two hops where the group spans nodes.
 
     With `feedback` what rounding to 4 bits lost is kept, in bf16, and added to the next reduction; see the note in
@@ -159,10 +164,6 @@ class GradientReduce(ReduceScatter):
     def forget(self) -> None:
         """Drops what rounding lost."""
         self._error = None
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """FSDP's buffers for whole gradients and for the shard."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ Neither the values nor the order of any sum change.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from shardwise.acting import kind_of
 from shardwise.config.schema import Parallel
+from shardwise.zero.collectives import PlainBuffers, reduce_scatter
 from shardwise.zero.stages import ShardedModel, parameter_groups
-
-# torch 2.13 has a new name for it and warns of the old one, 2.11 has the old one only.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,14 @@ def given(parallel: Parallel) -> Sending:
     return Sending(bucket, prefetch=parallel.prefetch if isinstance(parallel.prefetch, int) else None)
 
 
-def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: bool) -> None:
-    """Gathers so many units ahead; on a CPU with `reductions`, lets those run beside computing too."""
-    if prefetch is None or sharded.mesh.size(1) == 1:
-        return
+def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: bool, timed: bool) -> None:
+    """Gathers so many units ahead; on a CPU with `reductions`, lets those run beside computing too.
+
+    `timed`: a timer is on, which on a CPU sees what is waited for, so that nothing is left to run beside.
+    """
     cpu = kind_of(sharded.device) == "cpu"
+    if prefetch is None or sharded.mesh.size(1) == 1 or (timed and cpu):
+        return
     forward = _distinct(sharded, sharded.model.modules())
     backward = _distinct(sharded, _inner_first(sharded.model))[::-1]
     outer = _outer(forward)
@@ -97,15 +98,11 @@ class _UnderWay:
             self._works.popleft()[0].wait()
 
 
-class LaterReduce(ReduceScatter):
+class LaterReduce(PlainBuffers, ReduceScatter):
     """One unit's reduction: begun now and there at the end of backward; see [Note: overlap]."""
 
     def __init__(self, group: Any, under_way: _UnderWay) -> None:
         self._group, self._under_way = group, under_way
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """FSDP's buffers for whole gradients and for the shard."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
