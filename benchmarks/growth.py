@@ -11,6 +11,7 @@ recomputed, and 2 × layers × width × length more for a forward's attention.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -66,6 +67,7 @@ def measure(out: Path, rows: list[str]) -> None:
         for name, length, more in points(row):
             begun = time.perf_counter()
             torch._dynamo.reset()
+            gc.collect()  # compiled code held the last point's weights
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             world, seconds = steps_of(name, length, more, world)
@@ -80,8 +82,6 @@ def measure(out: Path, rows: list[str]) -> None:
 
 def steps_of(name: str, length: int, more: dict[str, Any], world: Any) -> tuple[Any, float]:
     """The median of some steps, after two to warm up."""
-    import gc
-
     import torch
 
     from shardwise.config.schema import Run
@@ -108,8 +108,6 @@ def steps_of(name: str, length: int, more: dict[str, Any], world: Any) -> tuple[
         taken.append(time.perf_counter() - begun)
         if number > 3 and sum(taken[2:]) > 8:
             break
-    del parts
-    gc.collect()
     return world, statistics.median(taken[2:])
 
 
@@ -148,14 +146,16 @@ def plot(file: Path, out: Path) -> None:
                 continue
             x = float(length) if row == "lengths" else float(name[:-1]) * 1e9
             seconds, peak = foreseen(name, length, more)
+            held = measured[key].get("memory")
             for panel, kind, y in (
                 ("seconds", "measured", measured[key]["seconds"]), ("seconds", "formula", work[key] / rate),
-                ("seconds", "foreseen", seconds), ("GiB", "measured", measured[key]["memory"] / 2**30),
+                ("seconds", "foreseen", seconds), ("GiB", "measured", held and held / 2**30),
                 ("GiB", "foreseen", peak / 2**30),
             ):  # fmt: skip
-                lines[panel].setdefault(kind, []).append((x, y))
+                if y is not None:
+                    lines[panel].setdefault(kind, []).append((x, y))
             print(f"{row} {key}: {measured[key]['seconds']:.3f} s, formula {work[key] / rate:.3f}, foreseen "
-                  f"{seconds:.3f}; {measured[key]['memory'] / 2**30:.1f} GiB, foreseen {peak / 2**30:.1f}")  # fmt: skip
+                  f"{seconds:.3f}; {(held or 0) / 2**30:.1f} GiB, foreseen {peak / 2**30:.1f}")  # fmt: skip
         panels += [(f"{row}: {panel}", kinds) for panel, kinds in lines.items()]
     out.write_text(drawing(panels))
 
