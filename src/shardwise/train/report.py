@@ -1,0 +1,91 @@
+"""What the main rank tells while it trains: the live line, metrics.jsonl, and remarks."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.observe.breakdown import breakdown_line
+from shardwise.observe.memory import MemoryWatch
+from shardwise.observe.metrics import MetricsFile
+from shardwise.observe.progress import Progress
+from shardwise.observe.tables import Tables
+from shardwise.train.heldout import Evaluation
+from shardwise.train.selfcheck import without_gradient
+from shardwise.train.setup import Parts
+
+BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable
+
+
+class Report:
+    """On the main rank: the live line and metrics.jsonl. Elsewhere nothing."""
+
+    def __init__(self, parts: Parts, total: int) -> None:
+        run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
+        self._looked = False
+        if self._active:
+            tables = Tables(Path(run.log.csv).expanduser()) if run.log.csv else None
+            self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
+            self._file.truncate_after(parts.position.step)
+            self._progress = Progress(total, parts.position.step, run.log.refresh)
+            self._timer, self._told_at = parts.timer, -math.inf
+            device = parts.world.device
+            cuda = device.type == "cuda"
+            self._memory = MemoryWatch(torch.cuda.get_device_properties(device).total_memory if cuda else 0)
+
+    def __enter__(self) -> Report:
+        if self._active:
+            self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._active:
+            for line in self._timer.summary():
+                self._progress.note(line)
+            self._progress.__exit__(*error)
+            self._file.close()
+
+    def trained(self, records: list[dict[str, Any]]) -> None:
+        """New training records, oldest first."""
+        for record in records if self._active else []:
+            if self._scaler.is_enabled() and not math.isfinite(record["grad_norm"]):
+                record["skipped"] = True
+                now = self._scaler.get_scale()
+                self._progress.note(
+                    f"step {record['step']}: gradients overflowed fp16, update skipped; loss scale {now:g}"
+                )
+            self._file.append(record)
+            self._progress.update(record)
+            if trouble := self._memory.warning(record):
+                self._progress.note(trouble)
+            if "breakdown" in record and time.monotonic() - self._told_at >= BREAKDOWN_INTERVAL:
+                self._told_at = time.monotonic()
+                self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
+
+    def first_gradients(self, parts: Parts) -> None:
+        """Once: says what is to be trained but has no gradient, which would stay as it is in silence."""
+        if self._active and not self._looked:
+            if idle := without_gradient(parts.sharded, parts.update):
+                self._progress.note(idle)
+            self._looked = True
+
+    def noted(self, lines: list[str]) -> None:
+        """Something to be told once."""
+        for line in lines if self._active else []:
+            self._progress.note(line)
+
+    def evaluated(self, step: int, held_out: Evaluation) -> None:
+        """A new evaluation."""
+        if self._active:
+            record = {"kind": "eval", "step": step, **held_out.record, "time": time.time()}
+            self._file.append(record)
+            self._progress.evaluated(record)
+
+    def ended(self, early: str) -> None:
+        """Why there are no more steps, where it is not that all are done."""
+        if self._active and early:
+            self._progress.note(early)
