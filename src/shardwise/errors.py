@@ -51,6 +51,7 @@ class RunFailed(Exception):
     """A run that started and ended badly: the message names rank, step, reason and log file."""
 
     exit_code = 1
+    kind = "run"  # as a rank's last note tells it to the supervisor
 
 
 class OutOfMemory(RunFailed):

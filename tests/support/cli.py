@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ def write_run(folder: Path, run: dict[str, Any]) -> Path:
     return file
 
 
-def start(file: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(file: Path, *overrides: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """`shardwise train` in the background."""
     command = [sys.executable, "-m", "shardwise", "train", str(file), *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    all_env = os.environ | dict(env or {})
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=all_env)
 
 
 def command(*words: str | Path, stdin: str = "") -> tuple[int, str, str]:
@@ -42,9 +44,9 @@ def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, s
     return process.returncode, out, err
 
 
-def train(file: Path, *overrides: str) -> tuple[int, str, str]:
+def train(file: Path, *overrides: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     """Runs `shardwise train` to its end."""
-    return finish(start(file, *overrides))
+    return finish(start(file, *overrides, env=env))
 
 
 def steps_done(output: Path) -> int:

@@ -525,6 +525,27 @@ class Log(Section):
     csv: str | None = Field(default=None, description="folder for one CSV file per figure, beside metrics.jsonl")
 
 
+class Guard(Section):
+    """What happens when numbers go wrong."""
+
+    nan: Literal["stop", "skip", "back"] = Field(
+        default="stop",
+        description="a loss or gradient that is no number: stop = end the run, skip = leave that update out, back = "
+        "go on from the last checkpoint without the sequences since",
+    )
+    spike: float | None = Field(
+        default=None, gt=0, description="a loss so many times the recent spread above the recent mean is a leap, e.g. 8"
+    )
+    on_spike: Literal["stop", "skip", "back"] = Field(default="back", description="what to do about a leap")
+    window: Count = Field(default=100, description="steps that mean and spread are of")
+    most: Whole = Field(default=10, ge=0, description="how often a run may skip or go back before it ends")
+
+    @property
+    def skips(self) -> bool:
+        """Whether updates may be left out, so that each must be looked at first."""
+        return self.nan == "skip" or (self.spike is not None and self.on_spike == "skip")
+
+
 def _parallel(value: Any) -> Any:
     return {"auto": True} if value == "auto" else value
 
@@ -625,7 +646,18 @@ class Run(Section):
         description="processes on this host: a number, or auto = one per GPU, one on a CPU; torchrun sets it",
     )
     backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto = nccl on GPUs, gloo on CPUs")
-    timeout: Duration = Field(default=600.0, gt=0, description="longest wait for another rank, e.g. 10min")
+    timeout: Duration = Field(
+        default=600.0,
+        gt=0,
+        description="longest wait for another rank, e.g. 10min; then the run ends and says who is late",
+    )
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="how often a run that lost a rank (killed, stalled, cut off) is started again by itself from its "
+        "last checkpoint, counted anew with each one",
+    )
+    guard: Guard = Field(default=Guard(), description="what happens when numbers go wrong")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved and what is kept")
     export: Export = Field(default=Export(), description="the Hugging Face folder written at the end")
     log: Log = Field(default=Log(), description="what is reported while it runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -25,38 +26,69 @@ LAST_WORDS = 3.0  # seconds given to the other ranks, after one died, to write d
 STOPPING = "stopping after this step or the next, and saving; {again} ends at once"
 AGAIN = {signal.SIGINT: "Ctrl-C again", signal.SIGTERM: "a second SIGTERM"}
 TIMED_OUT = ("Timed out", "timeout")
+STACKS = "stacks.txt"  # of a run that stalled
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TIMED_OUT, "NCCL", "recvValue", "Socket")
+PASSING = ("CUDA error", "Input/output error", "Stale file handle", "Resource temporarily unavailable")
 
 
 def launch(job: Job) -> None:
-    """Runs a job on local ranks; returns when it finished, raises RunFailed, UserError or Interrupted otherwise."""
-    import torch.distributed as dist
+    """Runs a job on local ranks; returns when it finished, raises RunFailed, UserError or Interrupted otherwise.
 
+    A run that lost a rank is started again from its last checkpoint, as often as `restarts` says.
+    """
+    from shardwise.survive.restarts import Lost, Restarts
     from shardwise.zero.disk import remove_left_overs
 
+    logs_of(job.output).mkdir(parents=True, exist_ok=True)
     logs = logs_of(job.output)
-    logs.mkdir(parents=True, exist_ok=True)
-    for earlier in logs.glob("rank-*.*"):  # only ours: the folder may hold the user's files too
+    for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*")):  # only ours: there may be others' too
         earlier.unlink()
+    restarts = Restarts(job)
+    with _Signals() as signals:
+        for number in itertools.count(1):
+            try:
+                return _attempt(job, signals)
+            except Lost as failure:
+                if signals.received:
+                    raise
+                job, told = restarts.after(failure)
+                told = told.replace(f"{logs / 'rank-'}", f"{logs / f'start-{number}' / 'rank-'}")  # see _keep_logs
+                print(f"\n{told}", file=sys.stderr, flush=True)
+                _keep_logs(logs, number)
+            finally:
+                remove_left_overs(job.offload_folder)  # of ranks that could not do so themselves
+
+
+def _attempt(job: Job, signals: _Signals) -> None:
+    import torch.distributed as dist
+
+    logs = logs_of(job.output)
     job_file = job.output / "job.json"
     write_job(job, job_file)
     # The supervisor hosts the meeting point, so there is no race for a port and no rank is special.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks = int(job.run.ranks)
-    children: list[subprocess.Popen[bytes]] = []
-    with _Signals(children) as signals:
-        try:
-            for rank in range(ranks):
-                if not signals.received:
-                    children.append(_start(job, job_file, rank, ranks, store.port, logs))
-            _watch(children, signals, logs, job)
-        finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-            for child in children:
-                child.wait()
-            remove_left_overs(job.offload_folder)  # of ranks that could not do so themselves
+    children = signals.children
+    children.clear()
+    try:
+        for rank in range(ranks):
+            if not signals.received:
+                children.append(_start(job, job_file, rank, ranks, store.port, logs))
+        _watch(children, signals, logs, job)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+        for child in children:
+            child.wait()
+
+
+def _keep_logs(logs: Path, number: int) -> None:
+    """What the ranks of a start that failed have written, out of the way of the next ones'."""
+    folder = logs / f"start-{number}"
+    folder.mkdir(exist_ok=True)
+    for file in (*logs.glob("rank-*.*"), *logs.glob(STACKS)):
+        file.rename(folder / file.name)
 
 
 def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
@@ -81,8 +113,9 @@ def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Pat
 class _Signals:
     """Passes Ctrl-C and SIGTERM on to the ranks; the second one ends them."""
 
-    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
-        self.children, self.received, self.hurried = children, 0, False
+    def __init__(self) -> None:
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.received, self.hurried = 0, False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -129,6 +162,8 @@ def _let_them_speak(children: list[subprocess.Popen[bytes]]) -> None:
 
 def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
     """The one cause among the deaths: a killed rank before a lost connection, the user's mistake before both."""
+    from shardwise.survive.restarts import Lost, Wrong
+
     notes = {}
     for rank in range(len(codes)):
         with contextlib.suppress(OSError, ValueError):
@@ -136,11 +171,15 @@ def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
     mistakes = [note for note in notes.values() if note["kind"] == "user"]
     if mistakes:
         return _AlreadyWorded(mistakes[0]["reason"])
+    if stalls := [note for note in notes.values() if note["kind"] == "stall"]:
+        return Lost(f"{stalls[0]['reason']}\n  → {_how_to_go_on(job)}")
+    if gone_wrong := [note for note in notes.values() if note["kind"] == "back"]:
+        return Wrong(f"{gone_wrong[0]['reason']}\n  → {_how_to_go_on(job)}")
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and rank not in notes]
     waited = any(word in note["reason"] for note in notes.values() for word in TIMED_OUT)
     silent = [rank for rank, code in enumerate(codes) if code is None]
     first = [n for n in notes.values() if not any(word in n["reason"] for word in LOST_PEER)] or list(notes.values())
-    kind: type[RunFailed] = RunFailed
+    kind: type[RunFailed] = Lost
     if killed:
         rank, number = killed[0], -(codes[killed[0]] or 0)
         step, doing = read_status(logs / f"rank-{rank}.status")
@@ -152,7 +191,8 @@ def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
     elif first:
         note = min(first, key=lambda n: n["time"])
         rank, step, doing, reason = note["rank"], note["step"], note["doing"], note["reason"]
-        kind = OutOfMemory if note.get("memory") else RunFailed
+        transient = any(word in reason for word in (*LOST_PEER, *PASSING))
+        kind = OutOfMemory if note.get("memory") else Lost if transient else RunFailed
     else:
         rank = next(r for r, code in enumerate(codes) if code not in (0, None))
         step, doing = read_status(logs / f"rank-{rank}.status")

@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.config.schema import Parallel, Run
 from shardwise.parallel.shared_card import teach_gathers
 
+LATER = 20.0  # seconds beyond the run's timeout at which a collective gives up: the watchdog is to speak first
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -140,13 +142,14 @@ def join_world(device_type: str, backend: str, timeout: float, layout: Layout) -
     if not dist.is_initialized():
         # One process alone needs no meeting point, hence no port.
         store = HashStore() if size == 1 else None
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout), store=store)
+        limit = timedelta(seconds=timeout + LATER)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit, store=store)
     if device.type == "cuda" and dist.get_backend() == "gloo":
         teach_gathers()
     meshes = _meshes(device.type, layout)
     # Own groups: sharing one with the training collectives crashes asynchronous checkpoints.
     host = "fake" if dist.get_backend() == "fake" else "gloo"  # ranks of a rehearsal talk to nobody
-    control = dist.new_group(backend=host, timeout=timedelta(seconds=timeout))
+    control = dist.new_group(backend=host, timeout=timedelta(seconds=timeout + LATER))
     checkpoint = dist.new_group(backend=host, timeout=timedelta(seconds=max(timeout, 1800)))
     return World(
         rank, size, local_rank, device, control=control, checkpoint=checkpoint, layout=layout, **meshes
@@ -191,7 +194,7 @@ def split_shards(mesh: DeviceMesh, size: int, timeout: float) -> Hops:
     mine: dict[str, dist.ProcessGroup] = {}
     for name, members in lists.items():
         for ranks in members:
-            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout + LATER))
             if dist.get_rank() in ranks:
                 mine[name] = group
     return Hops(**mine)

@@ -22,9 +22,9 @@ from shardwise.observe.metrics import read_metrics
 from shardwise.optim.schedules import set_rates
 from shardwise.parallel.mesh import World
 from shardwise.plan.kept import beside_prediction
+from shardwise.survive.guard import Guard
 from shardwise.train.control import Control
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
-from shardwise.train.meter import not_finite
 from shardwise.train.report import Report
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
@@ -54,11 +54,14 @@ def fit(parts: Parts) -> Outcome:
     control = Control(
         world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None
     )
+    guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
+    skipped = guard.resume(position)
     batches = Ahead(
         parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data,
         end=position.sequences + (total - position.step) * run.train.batch_size,
     )  # fmt: skip
     with control, report, batches:
+        report.noted(skipped)
         if (position.step >= total or watch.enough) and not step_folder(parts.store.root, position.step).is_dir():
             save(parts)  # it was finished in another output folder
         while position.step < total and not stop and not watch.enough:
@@ -74,14 +77,15 @@ def fit(parts: Parts) -> Outcome:
             rate = set_rates(parts.optimizer, run.train, step, total)
 
             summed = accumulate(parts, batch)
+            summed = summed if parts.spread.counts else torch.zeros_like(summed)
             report.first_gradients(parts)
             with parts.timer.region("step"):
-                norm = parts.update()
+                norm = parts.update(guard.allowing(step + 1, position, summed, batch.supervised))
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
             position.tokens += batch.tokens
             position.supervised += batch.supervised
-            parts.meter.add(step, rate, summed if parts.spread.counts else torch.zeros_like(summed), norm, batch)
+            parts.meter.add(step, rate, summed, norm, batch)
 
             stop, save_due, eval_due = control.end()
             last = position.step == total
@@ -90,10 +94,13 @@ def fit(parts: Parts) -> Outcome:
             # Read before anything is saved: the checkpoint of a run that has come to nothing would be of no use.
             if evaluating or saving or position.step % run.log.every == 0:
                 records = parts.spread.annotate(parts.timer.annotate(parts.meter.flush()))
+                failure = guard.look(records, position)
                 report.trained(records)
-                if trouble := not_finite(records, parts.scaler.is_enabled()) or parts.scaler.trouble():
+                if trouble := parts.scaler.trouble():
+                    failure = failure or RunFailed(trouble)
+                if failure is not None:
                     parts.store.wait()  # a checkpoint under way is of a step before
-                    raise RunFailed(trouble)
+                    raise failure
                 loss = records[-1]["loss"]
             if evaluating:
                 parts.status.set("evaluating")

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -39,21 +40,34 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     import torch.distributed as dist
 
     from shardwise.parallel.mesh import init_world
+    from shardwise.survive.watchdog import Watchdog
     from shardwise.train.loop import fit
     from shardwise.train.setup import build_parts
     from shardwise.zero.disk import DiskFolder
 
     status.set("meeting the other ranks")
     world = init_world(job.run)
+    logs, attempt = logs_of(job.output), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    tell = partial(_tell_stall, logs / f"rank-{world.rank}.error.json", world.rank, status)
+    watchdog = Watchdog(world, status, job.run.timeout, logs, tell, attempt)
     parts: Parts | None = None
-    with DiskFolder(job.offload_folder, world.rank, world.size) as disk:
+    with watchdog, DiskFolder(job.offload_folder, world.rank, world.size) as disk:
         try:
             parts = build_parts(job, world, status, say if world.is_main else lambda _: None, disk)
+            watchdog.follow(parts.sharded.model)
             outcome = fit(parts)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(_shortage(error, job, parts)) from error
     dist.destroy_process_group()
     return outcome
+
+
+def _tell_stall(note: Path, rank: int, status: Status, verdict: str) -> None:
+    """For the supervisor in a note, for others (torchrun's agent) on the terminal."""
+    told = {"rank": rank, "step": status.step, "doing": status.doing, "kind": "stall", "reason": verdict}
+    note.write_text(json.dumps(told | {"time": time.time(), "memory": False}))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        print(f"error: {verdict}", file=sys.stderr, flush=True)
 
 
 def _shortage(error: Exception, job: Job, parts: Parts | None) -> str:
@@ -102,7 +116,7 @@ def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, o
     known = isinstance(error, (UserError, RunFailed))
     text = str(error).strip()
     reason = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-    kind = "user" if isinstance(error, UserError) else "run" if known else "bug"
+    kind = "user" if isinstance(error, UserError) else error.kind if isinstance(error, RunFailed) else "bug"
     rank = getattr(error, "rank", rank)  # all ranks know of a failed save, but one is to blame
     note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": reason}
     return note | {"time": time.time(), "memory": isinstance(error, OutOfMemory)}

@@ -61,6 +61,8 @@ def eager_share(run: Run) -> float:
     """The share of the parameters updated during backward: all if asked for, some if offloaded without clipping."""
     if run.train.in_backward:
         return 1.0
+    if run.guard.skips:
+        return 0.0  # an update that may be left out waits for all gradients
     return offloaded_share(run.offload, run.precision, run.train.clip)
 
 

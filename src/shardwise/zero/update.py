@@ -5,6 +5,7 @@ The loop and the engine call it once per optimizer step, after the last micro-ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,15 +52,19 @@ class Update:
         """Whether gradients may be gone before the update is asked for."""
         return self._offloaded is not None or bool(self.eager)
 
-    def __call__(self) -> torch.Tensor:
-        """Updates the parameters, forgets the gradients, and returns their norm before clipping, on the device."""
-        norm = self._step()
+    def __call__(self, allowed: Callable[[torch.Tensor], bool] | None = None) -> torch.Tensor:
+        """Updates the parameters, forgets the gradients, and returns their norm before clipping, on the device.
+
+        `allowed` is asked first, with the norm, whether to update at all.
+        """
+        norm = self._step(allowed)
         self.optimizer.zero_grad()
         self.sharded.updated()
         return norm
 
-    def _step(self) -> torch.Tensor:
+    def _step(self, allowed: Callable[[torch.Tensor], bool] | None) -> torch.Tensor:
         if self.eager:
+            assert allowed is None, "the config is checked before"
             self.optimizer.step()  # what got its gradient late, or none
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
@@ -67,11 +72,13 @@ class Update:
             self.scaler.agree(self.optimizer)
         if self._offloaded is None:
             norm = self.sharded.clip(self.clip)
-            self.scaler.step(self.optimizer)
+            if allowed is None or allowed(norm):
+                self.scaler.step(self.optimizer)
         else:
             norm = self._offloaded.norm()
             scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-            self.scaler.step(self.optimizer, scale=scale)
+            if allowed is None or allowed(norm):
+                self.scaler.step(self.optimizer, scale=scale)
         self.scaler.update()
         return norm
 

@@ -203,6 +203,8 @@ SPLIT = _hidden("over_length: split", "data.over_length", "split")
 OTHER_LOSS = _hidden("loss_on", "data.loss_on", "all", lambda value: value != "assistant")
 GOES_ON = _hidden("method.adapter", "method.adapter", "./adapter", _given)
 TRAINED_WHOLE = _hidden("method.also", "method.also", ["lm_head"], bool)
+SKIPS = _hidden("guard that skips", "guard.nan", "skip", lambda nan: nan == "skip")
+SKIPS_LEAPS = _hidden("guard.on_spike: skip", "guard.on_spike", "skip", company={"guard.spike": 8.0})
 NCCL = _hidden("backend: nccl", "backend", "nccl")
 CHUNKS = _hidden("chunks", "parallel.chunks", 2, _given)
 ONE_CHUNK = _hidden(

@@ -205,6 +205,8 @@ UPDATES = (
           "use precision: bf16 or fp32"),
     _rule("train.in_backward", (f.IN_BACKWARD, _others(f.OPTIMIZERS, *f.ELEMENTWISE, f.ADAM_MINI)),
           "{train.optimizer} works over all ranks at once", f"use optimizer: {named(f.ELEMENTWISE)}"),
+    _rule("train.in_backward", (f.IN_BACKWARD, (f.SKIPS, f.SKIPS_LEAPS)),
+          "an update that may be left out waits for all gradients", "leave it out, or use guard: back or stop"),
     _rule("train.optimizer_state", (f.BF16_STATES, _others(f.OPTIMIZERS, *CODED)),
           "{train.optimizer} has its own way to store its states", f"leave it out, or use one of {named(CODED)}"),
     _rule("train.optimizer_state", (f.BF16_STATES, f.SGD, f.NO_MOMENTUM),

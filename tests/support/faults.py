@@ -1,0 +1,42 @@
+"""Faults from within: a rank told to go wrong at a step, through Python's own start-up file; no code knows of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SITE = """
+import sys
+if "shardwise.train.worker" in sys.orig_argv:
+    import os, pathlib, time
+    import torch
+    from shardwise.train import loop
+    plain = loop.accumulate
+    fault, rank, step, mark = os.environ["FAULT"].split(",")
+    def accumulate(parts, batch):
+        summed = plain(parts, batch)
+        mine = rank in ("all", os.environ["RANK"])
+        done = pathlib.Path(mark)
+        own = done.with_name(done.name + os.environ["RANK"])
+        if mine and parts.position.step + 1 == int(step) and not own.exists():
+            own.touch()  # once a rank, whatever is started again
+            if fault == "nan":
+                for parameter in parts.sharded.parameters.values():
+                    parameter.grad.mul_(float("nan"))
+            elif fault == "leap":
+                summed = summed * 50
+            elif fault == "sleep":
+                time.sleep(3600)
+            elif fault == "raise":
+                raise ValueError("a fault of the test's own")
+        return summed
+    loop.accumulate = accumulate
+"""
+
+
+def environment(folder: Path, fault: str, rank: int | str, step: int) -> dict[str, str]:
+    """For `cli.start`: nan (gradients), leap (of the told loss), sleep, or raise, once, in one rank or all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SITE)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "FAULT": f"{fault},{rank},{step},{folder / 'done-'}"}
