@@ -25,6 +25,10 @@ if "shardwise.train.worker" in sys.orig_argv:
                     parameter.grad.mul_(float("nan"))
             elif fault == "leap":
                 summed = summed * 50
+            elif fault == "flip":
+                local = next(iter(parts.sharded.parameters.values()))
+                local = getattr(local, "_local_tensor", local)
+                local.data.view(-1).view(torch.int32)[0] ^= 1
             elif fault == "sleep":
                 time.sleep(3600)
             elif fault == "raise":
@@ -35,7 +39,7 @@ if "shardwise.train.worker" in sys.orig_argv:
 
 
 def environment(folder: Path, fault: str, rank: int | str, step: int) -> dict[str, str]:
-    """For `cli.start`: nan (gradients), leap (of the told loss), sleep, or raise, once, in one rank or all."""
+    """For `cli.start`, once, in one rank or all: nan (gradients), leap (of the told loss), flip (a bit), sleep, raise."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])

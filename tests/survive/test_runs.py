@@ -136,3 +136,18 @@ def test_too_often(folder: Path) -> None:
     settings = ("guard.nan=skip", "guard.most=0")
     code, _, err = cli.train(file, *settings, env=faults.environment(folder / "too-often", "nan", "all", 3))
     assert code == 1 and "(guard.most)" in err and "starting again" not in err
+
+
+def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
+    file, _ = a_run(folder, "flipped", ranks=3, parallel__zero=0, guard={"checksum": 4})
+    code, _, err = cli.train(file, env=faults.environment(folder / "flips", "flip", 1, 6))
+    assert code == 1 and "rank 1's copy of model." in err and "differs from that of 2 others at step 8" in err, err
+    assert "they were alike at step 4" in err
+
+
+def test_replicas_stay_alike(folder: Path, undisturbed: Path) -> None:
+    """Where nothing fails the comparison says nothing and changes nothing."""
+    file, output = a_run(folder, "alike", guard={"checksum": 2}, parallel={"zero": 2, "shard": 1})
+    code, _, err = cli.train(file)
+    assert code == 0, err
+    assert cli.losses(output).keys() == cli.losses(undisturbed).keys()

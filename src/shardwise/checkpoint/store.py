@@ -158,6 +158,8 @@ class CheckpointStore:
                 self._prune(target, best_step)
             dist.barrier(group=self.group)
         except BaseException as failure:  # DCP's own exception derives from BaseException
+            if self.is_main:
+                shutil.rmtree(partial, ignore_errors=True)  # where the disk is full it is in the way
             self._failure = failure
 
     def _prune(self, newest: Path, best_step: int | None) -> None:

@@ -539,6 +539,11 @@ class Guard(Section):
     on_spike: Literal["stop", "skip", "back"] = Field(default="back", description="what to do about a leap")
     window: Count = Field(default=100, description="steps that mean and spread are of")
     most: Whole = Field(default=10, ge=0, description="how often a run may skip or go back before it ends")
+    checksum: Count | None = Field(
+        default=None,
+        description="steps between comparisons of replicated weights and states, bit for bit, e.g. 500: silent "
+        "corruption of memory or computing ends the run",
+    )
 
     @property
     def skips(self) -> bool:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from shardwise.config.schema import Guard as Settings
 from shardwise.errors import RunFailed
 from shardwise.parallel.mesh import World
+from shardwise.survive.checksum import differing
 from shardwise.train.meter import not_finite
 from shardwise.train.state import Position
 
@@ -42,7 +43,7 @@ class Guard:
         self._settings, self._world, self._file, self._scaled = settings, world, output / FILE, scaled
         self._recent: deque[float] = deque(maxlen=settings.window)
         self._why: dict[int, str] = {}  # of the steps skipped since the last report
-        self._spent = 0
+        self._spent = self._compared = 0
 
     def resume(self, position: Position) -> list[str]:
         """Moves the position past what an earlier start left out; says what."""
@@ -52,6 +53,7 @@ class Guard:
             spent = sum(entry["step"] > position.step or entry["did"] == "back" for entry in entries)
             until = max([until, *(e["until"] for e in entries if e["did"] == "back" and e["step"] > position.step)])
             _rewrite(self._file, [e for e in entries if e["step"] <= position.step or e["did"] == "back"])
+        self._compared = position.step
         agreed = torch.tensor([until, spent])
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._world.control)
         until, self._spent = (int(value) for value in agreed)
@@ -103,6 +105,21 @@ class Guard:
             remedy = "\n  → lower train.learning_rate, or let it go back: guard.on_spike: back"
             return self._end(settings.on_spike, why + remedy, position)
         return None
+
+    def compare(self, tensors: Callable[[], dict[str, Any]], step: int) -> RunFailed | None:
+        """Where it is time to: whether replicas are alike (checksum.py)."""
+        every, mesh = self._settings.checksum, self._world.mesh["replicate"]
+        if every is None or step // every == self._compared // every or mesh.size() == 1:
+            return None
+        before, self._compared = self._compared, step
+        found = differing(tensors(), mesh.get_group(), self._world.control)
+        if not found:
+            return None
+        return RunFailed(
+            f"{found} at step {step}: its memory or its computing has failed (they were alike at step {before})\n"
+            f"  → check or leave out that rank's device and host, and go on from a checkpoint of step {before} or "
+            "before with resume=FOLDER"
+        )
 
     def _leap(self, loss: float) -> str:
         """What to say of a loss far above the recent ones; others are remembered."""

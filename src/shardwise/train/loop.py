@@ -95,6 +95,7 @@ def fit(parts: Parts) -> Outcome:
             if evaluating or saving or position.step % run.log.every == 0:
                 records = parts.spread.annotate(parts.timer.annotate(parts.meter.flush()))
                 failure = guard.look(records, position)
+                failure = failure or guard.compare(lambda: tensors_of(parts.sharded, parts.optimizer), position.step)
                 report.trained(records)
                 if trouble := parts.scaler.trouble():
                     failure = failure or RunFailed(trouble)

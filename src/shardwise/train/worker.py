@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,7 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     import torch.distributed as dist
 
     from shardwise.parallel.mesh import init_world
+    from shardwise.survive.host_memory import HostWatch
     from shardwise.survive.watchdog import Watchdog
     from shardwise.train.loop import fit
     from shardwise.train.setup import build_parts
@@ -48,10 +50,11 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     status.set("meeting the other ranks")
     world = init_world(job.run)
     logs, attempt = logs_of(job.output), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    tell = partial(_tell_stall, logs / f"rank-{world.rank}.error.json", world.rank, status)
-    watchdog = Watchdog(world, status, job.run.timeout, logs, tell, attempt)
+    tell = partial(_last_words, logs / f"rank-{world.rank}.error.json", world.rank, status)
+    watchdog = Watchdog(world, status, job.run.timeout, logs, partial(tell, "stall"), attempt)
     parts: Parts | None = None
-    with watchdog, DiskFolder(job.offload_folder, world.rank, world.size) as disk:
+    host = HostWatch(partial(tell, "run")) if world.local_rank == 0 else nullcontext()
+    with watchdog, host, DiskFolder(job.offload_folder, world.rank, world.size) as disk:
         try:
             parts = build_parts(job, world, status, say if world.is_main else lambda _: None, disk)
             watchdog.follow(parts.sharded.model)
@@ -62,9 +65,9 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     return outcome
 
 
-def _tell_stall(note: Path, rank: int, status: Status, verdict: str) -> None:
-    """For the supervisor in a note, for others (torchrun's agent) on the terminal."""
-    told = {"rank": rank, "step": status.step, "doing": status.doing, "kind": "stall", "reason": verdict}
+def _last_words(note: Path, rank: int, status: Status, kind: str, verdict: str) -> None:
+    """Of a thread that ends this rank: for the supervisor in a note, under torchrun's agent on the terminal."""
+    told = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": verdict}
     note.write_text(json.dumps(told | {"time": time.time(), "memory": False}))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         print(f"error: {verdict}", file=sys.stderr, flush=True)
