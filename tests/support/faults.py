@@ -39,7 +39,7 @@ if "shardwise.train.worker" in sys.orig_argv:
 
 
 def environment(folder: Path, fault: str, rank: int | str, step: int) -> dict[str, str]:
-    """For `cli.start`, once, in one rank or all: nan (gradients), leap (of the told loss), flip (a bit), sleep, raise."""
+    """For `cli.start`, once, in one rank or all: nan (gradients), leap (told loss), flip (a bit), sleep, raise."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
