@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from shardwise.adapters.merge import find_base
 from shardwise.adapters.peft import (
@@ -22,6 +21,7 @@ from shardwise.adapters.peft import (
     read_config,
 )
 from shardwise.adapters.plan import Plan, plan_of
+from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import MODEL, RUN, STATE, load_tensors
 from shardwise.config.schema import Model, Run
 from shardwise.errors import UserError
@@ -65,7 +65,7 @@ def lacks_base(checkpoint: Path) -> bool:
 
 def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """The model's tensors in a checkpoint."""
-    metadata = FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata
+    metadata = SafeReader(checkpoint / STATE).read_metadata().state_dict_metadata
     found: dict[str, Any] = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
     return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}
 

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.futures import Future
 
+from shardwise.errors import UserError
+
 FILE = 128 << 20  # bytes after which a file is closed
 
 
@@ -99,6 +101,11 @@ class LoadRows(DefaultLoadPlanner):
     def __init__(self, rows: Mapping[str, Rows]) -> None:
         super().__init__()
         self._rows = rows
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Our checkpoints hold tensors alone; PyTorch would read an object as a pickle that may run anything."""
+        name = read_item.dest_index.fqn
+        raise UserError("checkpoint", name, "is no tensor", "use a checkpoint of Shardwise")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Where an item is to be read into."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -37,6 +37,7 @@ from shardwise.checkpoint.integrity import (
     write_manifest,
 )
 from shardwise.checkpoint.rows import BoundedWriter, LoadRows, SaveRows, split_rows
+from shardwise.checkpoint.safe import SafeReader
 from shardwise.errors import RunFailed, UserError
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
@@ -228,7 +229,7 @@ def _names(folders: list[Path]) -> str:
 
 def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Fills tensors in place from a verified checkpoint; sharding may differ from when it was saved."""
-    reader = FileSystemReader(folder / STATE)
+    reader = SafeReader(folder / STATE)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
@@ -237,6 +238,8 @@ def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup
     except CheckpointException as error:
         print(error, file=sys.stderr)
         reason = next(iter(error.failures.values()))[0] if error.failures else error
+        if isinstance(reason, UserError):  # the reader's own words (safe.py)
+            raise reason from None
         raise UserError("resume", str(folder), f"does not fit this model ({str(reason).splitlines()[0]})",
                         "use the model it was saved from, or start afresh with resume=never") from None  # fmt: skip
 

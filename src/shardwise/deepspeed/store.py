@@ -2,21 +2,23 @@
 
 Inside a tag's folder lies a checkpoint of our own store (`step-…`): written atomically, hashed, loadable on any number
 of ranks and at any stage. A tag that is written again is replaced once the new one is whole. What the script adds
-(`client_state`) and the scheduler's state are a pickle beside it, as they may be any Python object: load checkpoints
-only from where you would run code.
+(`client_state`) and the scheduler's state lie beside it and are read with torch's weights_only: numbers, text, lists,
+dicts and tensors; classes of your own only where the script names them with torch.serialization.add_safe_globals.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import (
     MODEL,
     STATE,
@@ -91,14 +93,25 @@ def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[st
         engine.updates = int(trainer["updates"])
         if trainer["scaler"]:
             engine.scaler.load_state_dict(trainer["scaler"])
-    extra = torch.load(folder / MODEL / EXTRA, map_location="cpu", weights_only=False)
+    try:
+        extra = torch.load(folder / MODEL / EXTRA, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        problem = f"client_state holds what could run code when it is read ({_global_in(error)})"
+        remedy = "if you trust it, allow its class with torch.serialization.add_safe_globals before load_checkpoint"
+        raise UserError("load_dir", str(folder), problem, remedy) from None
     assert isinstance(extra, dict)
     return extra
 
 
+def _global_in(error: Exception) -> str:
+    """The class that torch would not load."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found.group(1) if found else str(error).splitlines()[0][:80]
+
+
 def names_in(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds: a description of each tensor, by name."""
-    return dict(FileSystemReader(folder / STATE).read_metadata().state_dict_metadata)
+    return dict(SafeReader(folder / STATE).read_metadata().state_dict_metadata)
 
 
 def _check_folder(root: Path, tag: str, engine: Engine) -> None:
