@@ -39,6 +39,7 @@ def _examples(*lines: str) -> str:
     "shardwise train run.yaml",
     "shardwise train run.yaml ranks=2 parallel.zero=3 train.learning_rate=1e-4",
     "shardwise train run.yaml resume=never output=out/second",
+    "shardwise train run.yaml --profile 10   # where the time of step 10 goes, and what to change",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m shardwise train run.yaml",
 ))  # fmt: skip
 def train(
@@ -46,6 +47,9 @@ def train(
     overrides: Overrides = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the plan.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start it even if it is not foreseen to fit.")] = False,
+    profile: Annotated[
+        str | None, typer.Option(metavar="STEPS", help="Take these steps under torch's profiler, e.g. 10,500.")
+    ] = None,
 ) -> None:
     """Train: plans, starts the ranks, watches them, and hands over a Hugging Face folder.
 
@@ -57,7 +61,8 @@ def train(
     main_rank = int(os.environ.get("RANK", 0)) == 0
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
-    trainer = Trainer(run_file, *(overrides or ()), force=force)
+    asked = [f"log.profile=[{profile}]"] if profile else []
+    trainer = Trainer(run_file, *(overrides or ()), *asked, force=force)
     job = trainer.prepare(say)
     if loud:
         print_account(trainer.loaded.account, job.run)

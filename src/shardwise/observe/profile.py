@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,23 +63,39 @@ class Profile:
     sent: dict[str, list[float]] = field(default_factory=dict)  # gathers, reductions: seconds, and those exposed
 
 
-def profile_step(
-    step: Callable[[], None], update: Callable[[], None], device: torch.device, trace: Path | None = None
-) -> Profile:
-    """Takes a step (`step`, then `update`) and says what it was made of; `trace`: a file for the profiler's JSON."""
-    cuda = device.type == "cuda"
+@dataclass
+class Recorded:
+    """What a recording came to, once it is over."""
+
+    profile: Profile | None = None
+
+
+@contextmanager
+def recording(device: torch.device, trace: Path | None = None) -> Iterator[Recorded]:
+    """Around a step, its update within `record_function(UPDATE)`; `trace`: a file for the profiler's JSON."""
+    cuda, recorded = device.type == "cuda", Recorded()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as found:
         with record_function("shardwise::step"):
-            step()
-            with record_function(UPDATE):
-                update()
+            yield recorded
         if cuda:
             torch.cuda.synchronize(device)
     if trace is not None:
         found.export_chrome_trace(str(trace))
     events: list[Any] = list(found.events())
-    return of_kernels(_kernels(events)) if cuda else of_operators(_operators(events))
+    recorded.profile = of_kernels(_kernels(events)) if cuda else of_operators(_operators(events))
+
+
+def profile_step(
+    step: Callable[[], None], update: Callable[[], None], device: torch.device, trace: Path | None = None
+) -> Profile:
+    """Takes a step (`step`, then `update`) and says what it was made of; `trace`: a file for the profiler's JSON."""
+    with recording(device, trace) as recorded:
+        step()
+        with record_function(UPDATE):
+            update()
+    assert recorded.profile is not None
+    return recorded.profile
 
 
 def _kernels(events: list[Any]) -> list[tuple[str, float, float]]:

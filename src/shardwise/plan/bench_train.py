@@ -279,7 +279,7 @@ def advise(run: Run, speed: Speed) -> list[str]:
 
 def show(target: Target, speed: Speed, documents: int, advice: list[str], console: Console) -> None:
     """For people."""
-    run, found = target.run, speed.profile
+    run = target.run
     console.print(
         f"{target.source.label} on {speed.ranks} × {speed.device}: {run.train.batch_size} rows of "
         f"{run.data.sequence_length:,} tokens{f' ({documents} documents each)' if documents > 1 else ''} a step, "
@@ -290,7 +290,13 @@ def show(target: Target, speed: Speed, documents: int, advice: list[str], consol
     console.print(
         f"[bold]{speed.tokens_per_second:,.0f} tokens/s[/bold], {speed.seconds * 1e3:,.1f} ms a step{mfu}{memory}"
     )
-    whose = f" of rank {speed.rank}, the slowest," if speed.ranks > 1 else ""
+    show_profile(speed, advice, console)
+
+
+def show_profile(speed: Speed, advice: list[str], console: Console) -> None:
+    """What a step was made of, and what to change."""
+    found = speed.profile
+    whose = f" of rank {speed.rank}" if speed.ranks > 1 else ""
     title = f"one step{whose} under the profiler, which slows it down: {found.whole * 1e3:,.1f} ms"
     table = Table(title=title, title_justify="left")
     gpu = speed.device != "CPU"

@@ -25,6 +25,7 @@ from shardwise.plan.kept import beside_prediction
 from shardwise.survive.guard import Guard
 from shardwise.train.control import Control
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
+from shardwise.train.profiling import Profiling
 from shardwise.train.report import Report
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
@@ -56,6 +57,7 @@ def fit(parts: Parts) -> Outcome:
     )
     guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
     skipped = guard.resume(position)
+    profiling = Profiling(parts.job, world)
     batches = Ahead(
         parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data,
         end=position.sequences + (total - position.step) * run.train.batch_size,
@@ -76,11 +78,13 @@ def fit(parts: Parts) -> Outcome:
                 batch = agree_on_units(batch, world)
             rate = set_rates(parts.optimizer, run.train, step, total)
 
-            summed = accumulate(parts, batch)
-            summed = summed if parts.spread.counts else torch.zeros_like(summed)
-            report.first_gradients(parts)
-            with parts.timer.region("step"):
-                norm = parts.update(guard.allowing(step + 1, position, summed, batch.supervised))
+            with profiling.step(step + 1, batch.tokens):
+                summed = accumulate(parts, batch)
+                summed = summed if parts.spread.counts else torch.zeros_like(summed)
+                report.first_gradients(parts)
+                with parts.timer.region("step"), profiling.update():
+                    norm = parts.update(guard.allowing(step + 1, position, summed, batch.supervised))
+            report.noted(profiling.told())
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
             position.tokens += batch.tokens
