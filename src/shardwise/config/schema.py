@@ -525,8 +525,8 @@ class Log(Section):
     csv: str | None = Field(default=None, description="folder for one CSV file per figure, beside metrics.jsonl")
     profile: tuple[Count, ...] = Field(
         default=(),
-        description="steps that are taken under torch's profiler, e.g. [10, 500]: traces, a snapshot of a GPU's memory, "
-        "and what to change, in words",
+        description="steps that are taken under torch's profiler, e.g. [10, 500]: traces, a snapshot of a GPU's "
+        "memory, and what to change, in words",
     )
 
 
