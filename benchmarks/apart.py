@@ -1,9 +1,12 @@
 """Training apart beside synchronous training: held-out loss and bytes, at equal tokens.
 
     python benchmarks/apart.py data WORK                 # the text, cut for the workers, and a tokenizer of bytes
-    python benchmarks/apart.py warm WORK                 # a short synchronous start that all share
-    python benchmarks/apart.py synchronous WORK          # 4 ranks of data parallelism, gradients in fp32
-    python benchmarks/apart.py apart WORK --every 100 --dtype fp32 [--name NAME] [--from-scratch] [--outer-rate 0.7]
+    python benchmarks/apart.py warm WORK                 # 100 synchronous steps that all share
+    python benchmarks/apart.py synchronous WORK          # 600 on 4 ranks of data parallelism, gradients in fp32
+    python benchmarks/apart.py apart WORK --every 50 --dtype int8
+    FURTHER="--begin synchronous --steps 200 --learning-rate 5e-4"   # both, from what the above came to
+    python benchmarks/apart.py synchronous WORK --name further $FURTHER
+    python benchmarks/apart.py apart WORK --every 50 --dtype int8 --name further-int8-50 $FURTHER
     python benchmarks/apart.py table WORK [--json FILE]
 
 Text: the Python sources of the standard library, every 25th file held out; each worker has a quarter of the rest. The
@@ -26,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-WORKERS, LENGTH, EACH, STEPS, WARM = 4, 256, 4, 600, 100
+WORKERS, LENGTH, EACH, STEPS, WARM, RATE = 4, 256, 4, 600, 100, 2e-3
 CONFIG = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 260, "max_position_embeddings": LENGTH,
@@ -60,12 +63,14 @@ def make_data(work: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(work / "bytes")
 
 
-def run_of(work: Path, name: str, model: Any, data: str, steps: int, batch: int, **more: Any) -> Path:
+def run_of(
+    work: Path, name: str, model: Any, data: str, steps: int, batch: int, rate: float = RATE, **more: Any
+) -> Path:
     """A RUN.yaml (JSON is YAML)."""
     run: dict[str, Any] = {
         "model": model, "data": {"train": str(work / f"{data}.jsonl"), "eval": str(work / "held.jsonl"),
                                  "sequence_length": LENGTH},
-        "train": {"steps": steps, "batch_size": batch, "micro_batch_size": EACH, "learning_rate": 2e-3,
+        "train": {"steps": steps, "batch_size": batch, "micro_batch_size": EACH, "learning_rate": rate,
                   "warmup": 20, "schedule": "cosine", "final_learning_rate": 0.1, "weight_decay": 0.1},
         "precision": "fp32", "device": "cpu", "parallel": {"zero": 0}, "checkpoint": {"every": None},
         "export": {"check": False}, "log": {"every": 10}, "output": str(work / name), "resume": "never", **more,
@@ -130,15 +135,16 @@ def note(work: Path, name: str, values: dict[str, Any]) -> None:
     print(json.dumps(values))
 
 
-def model_of(work: Path, scratch: bool) -> Any:
-    """What training starts from."""
-    return {"config": CONFIG, "tokenizer": str(work / "bytes")} if scratch else str(work / "warm" / "model")
+def model_of(work: Path, begin: str) -> Any:
+    """What training starts from: an earlier run's model, or nothing."""
+    return {"config": CONFIG, "tokenizer": str(work / "bytes")} if begin == "scratch" else str(work / begin / "model")
 
 
 def synchronous(work: Path, asked: Any) -> None:
     """Four ranks, one batch."""
     name = asked.name or "synchronous"
-    file = run_of(work, name, model_of(work, asked.from_scratch), "all", asked.steps, EACH * WORKERS, ranks=WORKERS)
+    file = run_of(work, name, model_of(work, asked.begin), "all", asked.steps, asked.each * WORKERS,
+                  asked.learning_rate, ranks=WORKERS)  # fmt: skip
     wait(start(file))
     tell(asked, {})
 
@@ -157,8 +163,8 @@ def apart(work: Path, asked: Any) -> None:
     for worker in range(WORKERS):
         meet = {"meet": f"127.0.0.1:{found[1]}", "every": asked.every, "name": f"worker-{worker}"}
         runs.append(start(run_of(
-            work, f"{asked.name}-{worker}", model_of(work, asked.from_scratch), str(worker), asked.steps, EACH,
-            apart=meet,
+            work, f"{asked.name}-{worker}", model_of(work, asked.begin), str(worker), asked.steps, asked.each,
+            asked.learning_rate, apart=meet,
         )))  # fmt: skip
     wait(*runs)
     point.send_signal(signal.SIGINT)
@@ -179,8 +185,8 @@ def measured(work: Path, asked: Any) -> None:
     moved = alone([word for word in sys.argv[1:] if word != "--inside"])
     output = work / (asked.name if asked.what == "synchronous" else f"{asked.name}-0")
     more = json.loads((work / f"more-{asked.name}.json").read_text())
-    more |= {"bytes": moved, "loss": held_out(output), "tokens": asked.steps * WORKERS * EACH * LENGTH}
-    more |= {"steps": asked.steps, "from": "scratch" if asked.from_scratch else f"{WARM} steps together"}
+    more |= {"bytes": moved, "loss": held_out(output), "tokens": asked.steps * WORKERS * asked.each * LENGTH}
+    more |= {"steps": asked.steps, "from": asked.begin}
     note(work, asked.name, more | {"seconds": round(time.monotonic() - began)})
 
 
@@ -212,7 +218,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--outer-rate", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
-    parser.add_argument("--from-scratch", action="store_true")
+    parser.add_argument("--begin", default="warm", help="the run whose model is the start, or scratch")
+    parser.add_argument("--each", type=int, default=EACH, help="sequences of a worker's step")
+    parser.add_argument("--learning-rate", type=float, default=RATE)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
@@ -222,7 +230,9 @@ def main() -> None:
         case "data":
             make_data(asked.work)
         case "warm":
-            wait(start(run_of(asked.work, "warm", model_of(asked.work, True), "all", WARM, EACH * WORKERS, ranks=2)))
+            wait(
+                start(run_of(asked.work, "warm", model_of(asked.work, "scratch"), "all", WARM, EACH * WORKERS, ranks=2))
+            )
         case "up":
             loopback_up()
         case "table":
