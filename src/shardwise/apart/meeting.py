@@ -65,7 +65,7 @@ class Meeting(Alone):
     """One worker's meetings; every rank has one, and the main rank's goes to the network."""
 
     def __init__(self, parts: Parts, settings: Apart, total: int) -> None:
-        self._parts, self._settings = parts, settings
+        self._parts, self._settings, self._total = parts, settings, total
         self._world, self._position = parts.world, parts.position
         self._folder = parts.job.output / "apart"
         self._client: Client | None = None
@@ -79,7 +79,7 @@ class Meeting(Alone):
         self._lost: list[torch.Tensor] = []  # by part, on the main rank: what rounding lost and is still to be sent
         self._finished = False
         self._anchor: dict[str, torch.Tensor] = {}  # this rank's shards of the global parameters, on the host
-        self._join(total)
+        self._join()
 
     def due(self, step: int, last: bool) -> bool:
         """Whether this step ends with a meeting."""
@@ -95,7 +95,7 @@ class Meeting(Alone):
 
     # Joining
 
-    def _join(self, total: int) -> None:
+    def _join(self) -> None:
         base = base_of(self._parts)
         digest = self._stage("fp32", lambda name, local: local)
         plan, client = self._trained.plan, self._client
@@ -121,7 +121,7 @@ class Meeting(Alone):
         else:
             self._apply("global", write=not own)
         if not own:
-            position.step = max(position.step, min(self._round * self._settings.every, total))
+            self._keep_step()
         if not own or "supervised" not in position.apart:
             position.apart = {"supervised": position.supervised}
         position.apart["round"] = self._round
@@ -166,12 +166,18 @@ class Meeting(Alone):
         self._apply(ended.kind, write=True)
         self._round, self._finished = ended.round, last
         position.apart = {"round": self._round, "supervised": position.supervised}
+        self._keep_step()
         figures = ended.figures
         return record | {
             "round": self._round, "workers": figures.get("workers"), "seconds_waited": round(ended.seconds, 3),
             "mean_norm": figures.get("mean_norm"), "own_norm": figures.get("norms"),
             "distance": figures.get("distances"), "late": ended.late, "lost": ended.lost,
         }  # fmt: skip
+
+    def _keep_step(self) -> None:
+        """Who is behind the others takes their place in the run, so that all end with the same meeting."""
+        position = self._position
+        position.step = max(position.step, min(self._round * self._settings.every, self._total))
 
     # Files and ranks
 

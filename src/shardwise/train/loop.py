@@ -103,6 +103,8 @@ def fit(parts: Parts) -> Outcome:
                 parts.status.set("meeting the other workers")
                 with parts.meter.paused():
                     report.met(meeting.meet(last, lambda: control.signal is not None))
+                last = position.step == total  # who was behind the others has moved on with them
+                evaluating, saving = evaluating or (last and parts.eval_loader is not None), saving or last
             if evaluating:
                 parts.status.set("evaluating")
                 with parts.meter.paused():
