@@ -10,7 +10,7 @@
     python benchmarks/apart.py table WORK [--json FILE]
 
 Text: the Python sources of the standard library, every 25th file held out; each worker has a quarter of the rest. The
-model is a llama of 0.9 million parameters. Bytes of both are counted by the same means: each run has a network
+model is a llama of 0.84 million parameters. Bytes of both are counted by the same means: each run has a network
 namespace of its own (`unshare -rn`, Linux), and what its loopback device has carried in the end is all that its
 processes said to each other, headers and handshakes included.
 """

@@ -30,9 +30,11 @@ class Point:
             [*words, *self.options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env
         )
         assert self.process.stdout is not None
-        first = self.process.stdout.readline()
-        found = re.search(r":(\d+) \(", first)
-        assert found, first + self.process.communicate()[1]
+        said = ""
+        while not (found := re.search(r"meeting at .*:(\d+) \(", said)):  # it may first say where it goes on
+            line = self.process.stdout.readline()
+            assert line, said + self.process.communicate()[1]
+            said += line
         self.port = int(found[1])
 
     @property
