@@ -19,6 +19,11 @@ STEPS, EVERY = 15, 3
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@pytest.fixture(autouse=True)
+def _remarks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_PROGRESS", "plain")
+
+
 def run_file(folder: Path, point: Point, name: str, index: int, **changes: Any) -> Path:
     """A worker with rows of its own; steps are slow enough to be met in the middle."""
     rows = PAIRS.read_text().splitlines()[index::2]
@@ -51,7 +56,7 @@ def joined(point: Point, name: str, timeout: float = 180) -> None:
 def ended(process: Any) -> str:
     code, out, err = cli.finish(process, 400)
     assert code == 0, out + err
-    return str(out)
+    return str(out + err)
 
 
 def test_a_worker_is_killed_and_comes_back(tmp_path: Path) -> None:
