@@ -38,9 +38,8 @@ def open_rounds(folder: Path, rule: Rule = AVERAGE) -> Iterator[Rounds]:
 def join(rounds: Rounds, worker: str, tensors: Any = TENSORS) -> dict[str, Any]:
     answer = rounds.join(worker, {"tensors": tensors, "base": {"tokenizer": "t"}, "digest": "?"})
     if answer["state"] == "give":
-        rounds.set_base({"tokenizer": "t"})
         rounds.give(worker, 0, encode(START, "fp32"), None)
-        rounds.give(worker, 0, b"", Plan.read(tensors))
+        rounds.give(worker, 0, b"", Plan.read(tensors), {"tokenizer": "t"})
         answer = join(rounds, worker)
     return answer
 
@@ -130,7 +129,9 @@ def test_others_are_refused(tmp_path: Path) -> None:
             join(rounds, "y", [["a", [2, 2]], ["b", [4]]])
         with pytest.raises(Refused, match="another tokenizer"):
             rounds.join("y", {"tensors": TENSORS, "base": {"tokenizer": "u"}})
-        assert rounds.status()["workers"] == ["x"]
+        with pytest.raises(Refused, match="another worker gives"):  # nor can a late giver change what is there
+            rounds.give("y", 0, b"", Plan.read(TENSORS), {"tokenizer": "u"})
+        assert join(rounds, "x")["state"] == "go" and rounds.status()["workers"] == ["x"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])

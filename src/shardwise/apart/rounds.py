@@ -94,8 +94,8 @@ class Rounds:
                 self._tell(f"{worker} was refused: another {what}")
                 raise Refused(409, "other", f"this worker has another {what} than the others")
 
-    def give(self, worker: str, index: int, body: bytes, plan: Plan | None) -> None:
-        """A part of the first parameters (`plan` None), or the word that all are there."""
+    def give(self, worker: str, index: int, body: bytes, plan: Plan | None, base: dict[str, str] | None = None) -> None:
+        """A part of the first parameters (`plan` None), or the word that all are there, and of what model."""
         with self._changed:
             if self._plan is not None or worker != self._giver:
                 raise Refused(409, "again", "another worker gives the parameters")
@@ -109,14 +109,9 @@ class Rounds:
         except BadPart as error:
             raise Refused(422, "values", f"the parameters given by {worker}: a part {error}") from None
         with self._changed:
-            self._plan, self._digest = plan, digest
+            self._plan, self._digest, self._base = plan, digest, base or {}
             self._write()
             self._tell(f"{worker} gave {plan.total:,} parameters")
-
-    def set_base(self, base: dict[str, str]) -> None:
-        """What the model is, as its giver says."""
-        with self._changed:
-            self._base = base
 
     def put(self, worker: str, index: int, body: bytes) -> None:
         """A part of a difference; checked now, counted when `sent` says that all are there."""

@@ -146,8 +146,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _given(self) -> None:
         values = self._json()
-        self.server.rounds.set_base({str(k): str(v) for k, v in dict(values["base"]).items()})
-        self.server.rounds.give(self.worker, 0, b"", Plan.read(values["tensors"]))
+        base = {str(k): str(v) for k, v in dict(values["base"]).items()}
+        self.server.rounds.give(self.worker, 0, b"", Plan.read(values["tensors"]), base)
 
     def _difference(self, index: int) -> None:
         rounds = self.server.rounds
