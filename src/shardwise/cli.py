@@ -328,6 +328,45 @@ def serve(
     ))  # fmt: skip
 
 
+@app.command(epilog=_examples(
+    "shardwise meet   # DiLoCo on loopback; workers say apart: 127.0.0.1:29400",
+    "shardwise meet --dtype int8 --wait 5min --least 2   # a slow link, slow workers",
+    "shardwise meet --method fedavg --state out/clinics   # every worker counts by the tokens it learned",
+    "MY_TOKEN=… shardwise meet --host 0.0.0.0 --token-env MY_TOKEN",
+))  # fmt: skip
+def meet(
+    host: Annotated[str, typer.Option(help="Address to listen at; elsewhere than here needs a token or --open.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 29400,
+    state: Annotated[Path, typer.Option(metavar="FOLDER", help="What is kept; go on from it.")] = Path("out/meet"),
+    method: Annotated[str, typer.Option(help="diloco (nesterov, 0.7, 0.9) or fedavg (sgd, 1, 0, by tokens).")] = (
+        "diloco"
+    ),
+    outer: Annotated[str | None, typer.Option(help="The outer optimizer: nesterov or sgd.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Its learning rate.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
+    weight: Annotated[str | None, typer.Option(help="How workers count in the mean: equal or tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="On the wire, both ways: fp32, bf16, int8 or int4.")] = "fp32",
+    wait: Annotated[str, typer.Option(help="How long a round waits for the others after the first came.")] = "60s",
+    least: Annotated[int, typer.Option(min=1, help="Workers without which no round ends.")] = 1,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that workers must show.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Listen elsewhere than here without a token.")] = False,
+) -> None:
+    """Run the meeting point of workers that train apart (DiLoCo, FedAvg): runs with `apart:` in their RUN.yaml.
+
+    It holds the global parameters and no data. Kill it and start it again as you like: it goes on.
+    """
+    from shardwise.apart.command import Options
+    from shardwise.apart.command import meet as run_meeting
+
+    run_meeting(Options(
+        host, port, state, method, outer, rate, momentum, weight, dtype, wait, least, token_env, open_,
+    ))  # fmt: skip
+
+
 @app.command("eval", epilog=_examples(
     "shardwise eval out/run   # what the run held out",
     "shardwise eval smollm2-135m-instruct out/run --data heldout.jsonl   # side by side",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from shardwise.config.apart import ApartOrNot
 from shardwise.config.compat import check_section
 from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
@@ -668,6 +669,11 @@ class Run(Section):
         "last checkpoint, counted anew with each one",
     )
     guard: Guard = Field(default=Guard(), description="what happens when numbers go wrong")
+    apart: ApartOrNot = Field(
+        default=None,
+        description="train apart from other workers and meet them every some steps: HOST:PORT of the meeting point, or "
+        "settings; see docs/apart.md",
+    )
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved and what is kept")
     export: Export = Field(default=Export(), description="the Hugging Face folder written at the end")
     log: Log = Field(default=Log(), description="what is reported while it runs")

@@ -130,13 +130,13 @@ def banner(options: Options, listener: socket.socket, names: list[str], with_key
     ])  # fmt: skip
 
 
-def find_key(variable: str | None) -> str | None:
+def find_key(variable: str | None, option: str = "--api-key-env") -> str | None:
     """The API key; it comes from the environment, since all users of a machine see its command lines."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise UserError("--api-key-env", variable, "holds no key", f"export {variable}=… before you start the server")
+        raise UserError(option, variable, "holds no key", f"export {variable}=… before you start the server")
     return key
 
 

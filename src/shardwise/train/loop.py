@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.apart.meeting import join_others
 from shardwise.checkpoint.store import step_folder
 from shardwise.data.ahead import Ahead
 from shardwise.data.loader import StepBatch
@@ -50,6 +51,7 @@ def fit(parts: Parts) -> Outcome:
     assert total is not None
     save_every, eval_every = run.checkpoint.every, run.train.eval_every
     stop, loss, eval_loss = 0, None, None
+    meeting = join_others(parts)  # of workers that train apart: it may move the position on
     report = Report(parts, total)
     watch = watch_of(parts)
     control = Control(
@@ -62,8 +64,8 @@ def fit(parts: Parts) -> Outcome:
         parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data,
         end=position.sequences + (total - position.step) * run.train.batch_size,
     )  # fmt: skip
-    with control, report, batches:
-        report.noted(skipped)
+    with control, report, batches, meeting:
+        report.noted([*skipped, *meeting.notes])
         if (position.step >= total or watch.enough) and not step_folder(parts.store.root, position.step).is_dir():
             save(parts)  # it was finished in another output folder
         while position.step < total and not stop and not watch.enough:
@@ -95,8 +97,9 @@ def fit(parts: Parts) -> Outcome:
             last = position.step == total
             evaluating = parts.eval_loader is not None and not stop and (last or eval_due or _due(eval_every, step + 1))
             saving = last or bool(stop) or save_due or _due(save_every, step + 1)
+            meets = (last or not stop) and meeting.due(position.step, last)
             # Read before anything is saved: the checkpoint of a run that has come to nothing would be of no use.
-            if evaluating or saving or position.step % run.log.every == 0:
+            if evaluating or saving or meets or position.step % run.log.every == 0:
                 records = parts.spread.annotate(parts.timer.annotate(parts.meter.flush()))
                 failure = guard.look(records, position)
                 failure = failure or guard.compare(lambda: tensors_of(parts.sharded, parts.optimizer), position.step)
@@ -107,6 +110,12 @@ def fit(parts: Parts) -> Outcome:
                     parts.store.wait()  # a checkpoint under way is of a step before
                     raise failure
                 loss = records[-1]["loss"]
+            if meets:  # before evaluating and saving: both are of what all workers came to
+                parts.status.set("meeting the other workers")
+                with parts.meter.paused():
+                    report.met(meeting.meet(last, lambda: control.signal is not None))
+                last = position.step == total  # who was behind the others has moved on with them
+                evaluating, saving = evaluating or (last and parts.eval_loader is not None), saving or last
             if evaluating:
                 parts.status.set("evaluating")
                 with parts.meter.paused():
@@ -216,7 +225,7 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     records = read_metrics(job.output / "metrics.jsonl")
     write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
     # From the records, not the outcome: a run that was finished before has no losses of its own.
-    losses = {record["kind"]: record["loss"] for record in records}
+    losses = {record["kind"]: record["loss"] for record in records if "loss" in record}
     summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
     summary |= {"check": exported.checked, "foresight": beside_prediction(job.output, job.source.label, records)}
     summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}

@@ -85,6 +85,13 @@ class Report:
             self._file.append(record)
             self._progress.evaluated(record)
 
+    def met(self, record: dict[str, Any]) -> None:
+        """A meeting with workers that train apart."""
+        if self._active:
+            self._file.append(record | {"time": time.time()})
+            if record.get("lost"):
+                self._progress.note(f"step {record['step']}: came too late to be counted; went on from the others'")
+
     def ended(self, early: str) -> None:
         """Why there are no more steps, where it is not that all are done."""
         if self._active and early:

@@ -42,6 +42,7 @@ class Position:
     waiting_value: float | None = None
     waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
+    apart: dict[str, int] = field(default_factory=dict)  # round of the last meeting, and learned tokens up to it
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
         """For trainer.json."""

@@ -163,6 +163,7 @@ def _hidden(name: str, field: str, value: Any, test: Callable[[Any], bool] | Non
     return Feature(name, field, value, test, shown=False, **more)
 
 
+APART = _hidden("apart", "apart", {"meet": "127.0.0.1:29400"}, _given)
 MULTIPLY = _hidden("method.multiply: fp8", "method.multiply", "fp8", company=_BASE | {"method.type": "qlora"})
 TILE = _hidden("tile", "tile", 64, _given)
 SOME_BLOCKS = _hidden("offload.activation_blocks", "offload.activation_blocks", 1, _given,

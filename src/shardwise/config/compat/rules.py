@@ -225,6 +225,16 @@ METHODS = (
     _rule("export.merged", (f.FULL, f.MERGED), "there is no adapter to merge", "leave it out, or set method: lora"),
 )  # fmt: skip
 
+WORKERS = (
+    _rule("apart", (f.APART, f.AXES), "works with ZeRO alone, not with {axes}", "leave the axes out, or apart",
+          shown="apart.meet"),
+    _rule("train.stop_early", (f.APART, f.STOP_EARLY),
+          "a worker that ends by itself would leave with its own weights, not those of all", "leave it out",
+          shown="train.stop_early.metric"),
+    _rule("export.checkpoint", (f.APART, f.EXPORT_BEST),
+          "the best checkpoint may lie between two meetings and hold one worker's weights", "use last"),
+)  # fmt: skip
+
 EVALUATIONS = (
     _rule("train.stop_early", (f.STOP_EARLY, f.NO_EVALUATION), "nothing is evaluated", NEEDS_EVALUATION,
           shown="train.stop_early.metric"),
@@ -292,5 +302,5 @@ REMARKS = (
 )  # fmt: skip
 
 RULES = (
-    *SECTIONS, *BESIDE_AXES, *STAGES, *PLACES, *UPDATES, *METHODS, *EVALUATIONS, *AIMS, *MACHINES, *REMARKS,
+    *SECTIONS, *BESIDE_AXES, *STAGES, *PLACES, *UPDATES, *METHODS, *WORKERS, *EVALUATIONS, *AIMS, *MACHINES, *REMARKS,
 )  # fmt: skip

@@ -1,0 +1,247 @@
+"""Training apart beside synchronous training: held-out loss and bytes, at equal tokens.
+
+    python benchmarks/apart.py data WORK                 # the text, cut for the workers, and a tokenizer of bytes
+    python benchmarks/apart.py warm WORK                 # 100 synchronous steps that all share
+    python benchmarks/apart.py synchronous WORK          # 600 on 4 ranks of data parallelism, gradients in fp32
+    python benchmarks/apart.py apart WORK --every 50 --dtype int8
+    FURTHER="--begin synchronous --steps 200 --learning-rate 5e-4"   # both, from what the above came to
+    python benchmarks/apart.py synchronous WORK --name further $FURTHER
+    python benchmarks/apart.py apart WORK --every 50 --dtype int8 --name further-int8-50 $FURTHER
+    python benchmarks/apart.py table WORK [--json FILE]
+
+Text: the Python sources of the standard library, every 25th file held out; each worker has a quarter of the rest. The
+model is a llama of 0.84 million parameters. Bytes of both are counted by the same means: each run has a network
+namespace of its own (`unshare -rn`, Linux), and what its loopback device has carried in the end is all that its
+processes said to each other, headers and handshakes included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+WORKERS, LENGTH, EACH, STEPS, WARM, RATE = 4, 256, 4, 600, 100, 2e-3
+CONFIG = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 260, "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def make_data(work: Path) -> None:
+    """Files into quarters and a held-out part, and a tokenizer whose words are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    rows: dict[str, list[str]] = {name: [] for name in ("held", "all", *map(str, range(WORKERS)))}
+    kept = 0
+    for index, file in enumerate(files):
+        text = file.read_text(errors="replace")
+        if index % 25 == 0:
+            rows["held"].append(text[:20_000])
+            continue
+        rows["all"].append(text)
+        rows[str(kept % WORKERS)].append(text)
+        kept += 1
+    work.mkdir(parents=True, exist_ok=True)
+    for name, texts in rows.items():
+        (work / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    words = {"<end>": 256, "<pad>": 257} | {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = Tokenizer(models.BPE(vocab=words, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(work / "bytes")
+
+
+def run_of(
+    work: Path, name: str, model: Any, data: str, steps: int, batch: int, rate: float = RATE, **more: Any
+) -> Path:
+    """A RUN.yaml (JSON is YAML)."""
+    run: dict[str, Any] = {
+        "model": model, "data": {"train": str(work / f"{data}.jsonl"), "eval": str(work / "held.jsonl"),
+                                 "sequence_length": LENGTH},
+        "train": {"steps": steps, "batch_size": batch, "micro_batch_size": EACH, "learning_rate": rate,
+                  "warmup": 20, "schedule": "cosine", "final_learning_rate": 0.1, "weight_decay": 0.1},
+        "precision": "fp32", "device": "cpu", "parallel": {"zero": 0}, "checkpoint": {"every": None},
+        "export": {"check": False}, "log": {"every": 10}, "output": str(work / name), "resume": "never", **more,
+    }  # fmt: skip
+    file = work / f"{name}.yaml"
+    file.write_text(json.dumps(run, indent=1))
+    return file
+
+
+def start(file: Path) -> subprocess.Popen[bytes]:
+    """A run in the background, quietly."""
+    env = os.environ | {"SHARDWISE_PROGRESS": "off", "OMP_NUM_THREADS": "1"}
+    with file.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "shardwise", "train", str(file), "--quiet", "--force"], env=env, stdout=log,
+            stderr=log,
+        )  # fmt: skip
+
+
+def wait(*processes: subprocess.Popen[bytes]) -> None:
+    """All must end well."""
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        sys.exit(f"runs ended with {codes}: see the logs in the work folder")
+
+
+def alone(arguments: list[str]) -> int:
+    """Runs this script again in a network namespace of its own; returns the bytes that its loopback has carried."""
+    inner = f"ip link set lo up 2>/dev/null || {sys.executable} {__file__} up; exec {sys.executable} {__file__} "
+    inner += " ".join(arguments) + " --inside"
+    shown = subprocess.run(["unshare", "-rn", "sh", "-c", inner], stdout=subprocess.PIPE, check=True, text=True)
+    return int(shown.stdout.split()[-1])
+
+
+def loopback_up() -> None:
+    """What `ip link set lo up` does, where there is no `ip`."""
+    import fcntl
+    import socket
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        name, flags = b"lo", 0x1 | 0x8 | 0x40  # up, loopback, running
+        fcntl.ioctl(one, 0x8914, struct.pack("16sH14s", name, flags, b""))
+
+
+def carried() -> int:
+    """Bytes over this namespace's loopback so far."""
+    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def held_out(output: Path) -> float:
+    """The last evaluation's loss."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return float([r["loss"] for r in records if r["kind"] == "eval"][-1])
+
+
+def note(work: Path, name: str, values: dict[str, Any]) -> None:
+    """Keeps a result for the table."""
+    values["name"] = name
+    (work / f"result-{name}.json").write_text(json.dumps(values))
+    print(json.dumps(values))
+
+
+def model_of(work: Path, begin: str) -> Any:
+    """What training starts from: an earlier run's model, or nothing."""
+    return {"config": CONFIG, "tokenizer": str(work / "bytes")} if begin == "scratch" else str(work / begin / "model")
+
+
+def synchronous(work: Path, asked: Any) -> None:
+    """Four ranks, one batch."""
+    name = asked.name or "synchronous"
+    file = run_of(work, name, model_of(work, asked.begin), "all", asked.steps, asked.each * WORKERS,
+                  asked.learning_rate, ranks=WORKERS)  # fmt: skip
+    wait(start(file))
+    tell(asked, {})
+
+
+def apart(work: Path, asked: Any) -> None:
+    """Four workers of one rank, a meeting point, a quarter of the batch and of the data each."""
+    state = work / f"{asked.name}-meet"
+    words = [sys.executable, "-m", "shardwise", "meet", "--port", "0", "--state", str(state), "--dtype", asked.dtype,
+             "--rate", str(asked.outer_rate), "--momentum", str(asked.outer_momentum), "--least", str(WORKERS),
+             "--wait", "10min"]  # fmt: skip
+    point = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert point.stdout is not None
+    found = re.search(r":(\d+) \(", point.stdout.readline())
+    assert found is not None
+    runs = []
+    for worker in range(WORKERS):
+        meet = {"meet": f"127.0.0.1:{found[1]}", "every": asked.every, "name": f"worker-{worker}"}
+        runs.append(start(run_of(
+            work, f"{asked.name}-{worker}", model_of(work, asked.begin), str(worker), asked.steps, asked.each,
+            asked.learning_rate, apart=meet,
+        )))  # fmt: skip
+    wait(*runs)
+    point.send_signal(signal.SIGINT)
+    point.communicate()
+    rounds = [json.loads(line) for line in (state / "rounds.jsonl").read_text().splitlines()]
+    tell(asked, {"every": asked.every, "dtype": asked.dtype, "rounds": len(rounds)})
+
+
+def tell(asked: Any, more: dict[str, Any]) -> None:
+    """The last word on standard output is the number of bytes."""
+    Path(asked.work, f"more-{asked.name}.json").write_text(json.dumps(more))
+    print(carried())
+
+
+def measured(work: Path, asked: Any) -> None:
+    """One run, its bytes and its loss."""
+    began = time.monotonic()
+    moved = alone([word for word in sys.argv[1:] if word != "--inside"])
+    output = work / (asked.name if asked.what == "synchronous" else f"{asked.name}-0")
+    more = json.loads((work / f"more-{asked.name}.json").read_text())
+    more |= {"bytes": moved, "loss": held_out(output), "tokens": asked.steps * WORKERS * asked.each * LENGTH}
+    more |= {"steps": asked.steps, "from": asked.begin}
+    note(work, asked.name, more | {"seconds": round(time.monotonic() - began)})
+
+
+def table(work: Path, target: Path | None) -> None:
+    """Every result beside the synchronous one with the same beginning."""
+    found = [json.loads(file.read_text()) for file in sorted(work.glob("result-*.json"))]
+    plain = {(one["from"], one["steps"]): one for one in found if "every" not in one}
+    lines = ["| run | from | meetings | on the wire | bytes | times fewer | held-out loss | against synchronous |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for one in sorted(found, key=lambda o: (o["from"], o["steps"], "every" in o, o.get("every", 0))):
+        beside = plain[one["from"], one["steps"]]
+        meets = f"{one['rounds']}, every {one['every']} steps" if "every" in one else "every step"
+        lines.append(
+            f"| {one['name']} | {one['from']} | {meets} | {one.get('dtype', 'fp32')} | {one['bytes'] / 1e6:,.1f} MB | "
+            f"{beside['bytes'] / one['bytes']:.0f} | {one['loss']:.4f} | {one['loss'] / beside['loss'] - 1:+.2%} |"
+        )
+    print("\n".join(lines))
+    if target is not None:
+        target.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["data", "warm", "synchronous", "apart", "table", "up"])
+    parser.add_argument("work", nargs="?", type=Path, default=Path("out/apart-benchmark"))
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--name")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--outer-rate", type=float, default=0.7)
+    parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--begin", default="warm", help="the run whose model is the start, or scratch")
+    parser.add_argument("--each", type=int, default=EACH, help="sequences of a worker's step")
+    parser.add_argument("--learning-rate", type=float, default=RATE)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    asked.work = asked.work.absolute()
+    asked.name = asked.name or ("synchronous" if asked.what == "synchronous" else f"{asked.dtype}-{asked.every}")
+    match asked.what:
+        case "data":
+            make_data(asked.work)
+        case "warm":
+            wait(
+                start(run_of(asked.work, "warm", model_of(asked.work, "scratch"), "all", WARM, EACH * WORKERS, ranks=2))
+            )
+        case "up":
+            loopback_up()
+        case "table":
+            table(asked.work, asked.json)
+        case _ if asked.inside:
+            {"synchronous": synchronous, "apart": apart}[asked.what](asked.work, asked)
+        case _:
+            measured(asked.work, asked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`shardwise meet`: checks what can be checked, listens, and keeps the rounds until it is told to stop."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise.errors import RunFailed, UserError
+from shardwise.serve.command import bind, find_key, is_loopback
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; None = as the method has it."""
+
+    host: str = "127.0.0.1"
+    port: int = 29400
+    state: Path = Path("out/meet")
+    method: str = "diloco"
+    outer: str | None = None
+    rate: float | None = None
+    momentum: float | None = None
+    weight: str | None = None
+    dtype: str = "fp32"
+    wait: str = "60s"
+    least: int = 1
+    token_env: str | None = None
+    open: bool = False
+
+
+def meet(options: Options) -> None:
+    """Runs a meeting point until Ctrl-C or SIGTERM."""
+    from shardwise.apart.ledger import Ledger
+    from shardwise.apart.rounds import Rounds
+    from shardwise.apart.server import MeetServer
+
+    rule = rule_of(options)
+    token = find_key(options.token_env, "--token-env")
+    if not is_loopback(options.host) and token is None and not options.open:
+        problem = "would let anyone on the network change the model"
+        remedy = "set a token (--token-env NAME), or pass --open if that is what you want"
+        raise UserError("--host", options.host, problem, remedy)
+    listener = bind(options.host, options.port)
+    try:
+        ledger = Ledger(options.state.expanduser())
+        rounds = Rounds(ledger, rule, lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", flush=True))
+    except (OSError, ValueError, KeyError) as error:
+        listener.close()
+        problem = f"cannot be used ({error})"
+        raise UserError("--state", str(options.state), problem, "name another folder, or mend this one") from None
+    server = MeetServer(listener, rounds, token)
+    print(banner(options, listener), flush=True)
+    _serve(server)
+    if rounds.failure is not None:
+        raise RunFailed(f"the round could not be ended ({type(rounds.failure).__name__}: {rounds.failure})\n"
+                        "  → the same command goes on at the last whole round") from rounds.failure  # fmt: skip
+
+
+def _serve(server: Any) -> None:
+    ended = threading.Event()
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    before = {kind: signal.signal(kind, leave) for kind in (signal.SIGINT, signal.SIGTERM)}
+    clock = threading.Thread(target=server.rounds.run, name="clock", daemon=True)
+    door = threading.Thread(target=server.serve_forever, name="door", daemon=True)
+    clock.start()
+    door.start()
+    try:
+        while not ended.wait(0.2) and clock.is_alive():
+            pass
+    finally:
+        server.rounds.stop()
+        server.shutdown()
+        clock.join()  # a round that is being written is written to its end
+        server.server_close()
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def rule_of(options: Options) -> Any:
+    """The meeting's rule; raises UserError for what cannot be meant."""
+    from shardwise.apart.codec import DTYPES
+    from shardwise.apart.outer import METHODS
+    from shardwise.config.units import parse_duration
+
+    choices = {"--method": (options.method, METHODS), "--outer": (options.outer, ("nesterov", "sgd")),
+               "--weight": (options.weight, ("equal", "tokens")), "--dtype": (options.dtype, DTYPES)}  # fmt: skip
+    for name, (value, known) in choices.items():
+        if value is not None and value not in known:
+            raise UserError(name, value, "is not known", f"use {', '.join(known)}")
+    given: dict[str, Any] = {
+        "optimizer": options.outer,
+        "rate": options.rate,
+        "momentum": options.momentum,
+        "weight": options.weight,
+    }
+    rule = replace(METHODS[options.method], **{name: value for name, value in given.items() if value is not None})
+    if not 0 < rule.rate < float("inf"):
+        raise UserError("--rate", rule.rate, "must be above 0", "use e.g. 0.7; FedAvg has 1")
+    if not 0 <= rule.momentum < 1:
+        raise UserError("--momentum", rule.momentum, "must be at least 0 and below 1", "use e.g. 0.9; FedAvg has 0")
+    try:
+        wait = float(parse_duration(options.wait))
+        if wait <= 0:
+            raise ValueError("must be above 0")
+    except ValueError as error:
+        raise UserError("--wait", options.wait, str(error), "write e.g. 60s or 10min") from None
+    dtype: Any = options.dtype
+    return replace(rule, dtype=dtype, wait=wait, least=options.least)
+
+
+def banner(options: Options, listener: socket.socket) -> str:
+    """Where it is, what it goes by, and what workers have to say."""
+    rule = rule_of(options)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    step = f"{rule.optimizer}, rate {rule.rate:g}, momentum {rule.momentum:g}"
+    token = f", token_env: {options.token_env}" if options.token_env else ""
+    return "\n".join([
+        f"meeting at {shown}:{port} (Ctrl-C stops; the same command goes on)",
+        f"  outer step: {step}; workers count {'alike' if rule.weight == 'equal' else 'by their tokens'}; "
+        f"{rule.dtype} on the wire; a round waits {rule.wait:g} s for the slow, and for {rule.least} at least",
+        f"  state in {options.state}",
+        f"  in each worker's RUN.yaml:  apart: {{meet: '{shown}:{port}', every: 50{token}}}",
+    ])  # fmt: skip

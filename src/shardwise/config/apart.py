@@ -1,0 +1,53 @@
+"""Settings of a run that trains apart from others and meets them every some steps (docs/apart.md).
+
+What a meeting goes by (outer optimizer, weights, types) is said once, to the meeting point: `shardwise meet`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from shardwise.config.section import Clash, Section
+from shardwise.config.units import Count, Duration
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`; raises ValueError."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError("expected HOST:PORT, e.g. 10.0.0.1:29400")
+    return host, int(port)
+
+
+class Apart(Section):
+    """Where and how often a worker meets the others."""
+
+    meet: str = Field(description="HOST:PORT of the meeting point, which `shardwise meet` runs")
+    every: Count = Field(default=50, description="steps between two meetings; the last step is always one")
+    name: str | None = Field(
+        default=None, min_length=1, max_length=200, description="this worker's name; default: host and output folder"
+    )
+    token_env: str | None = Field(
+        default=None, min_length=1, description="environment variable that holds the meeting point's token"
+    )
+    patience: Duration = Field(
+        default=600.0, gt=0, description="how long to try to reach a meeting point that does not answer, e.g. 10min"
+    )
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> Apart:
+        try:
+            split_address(self.meet)
+        except ValueError:
+            raise Clash("meet", "is no HOST:PORT", "write e.g. meet: 10.0.0.1:29400") from None
+        return self
+
+
+def _apart(value: Any) -> Any:
+    return {"meet": value} if isinstance(value, str) else value
+
+
+ApartOrNot = Annotated[Apart | None, BeforeValidator(_apart, json_schema_input_type=str | Apart | None)]
