@@ -150,7 +150,7 @@ class RunFolder:
                 "ranks": rows, "devices": sorted({str(s.get("device")) for s in starts}),
                 "hosts": [columns.latest["host"] for _, columns in self._hosts.values() if columns.latest],
                 "checkpoints": self.checkpoints(), "prediction": _prediction(self.path),
-                "samples": len(self._told), "model": self.settings().get("model.name"), "folder": str(self.path),
+                "samples": len(self._told), "model": _model(self.settings()), "folder": str(self.path),
             }  # fmt: skip
 
     def hosts(self, after: float = -math.inf) -> dict[str, Any]:
@@ -230,6 +230,12 @@ def differences(runs: list[RunFolder]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for one in settings.values() for name in one))
     values = {name: {key: one.get(name) for key, one in settings.items()} for name in names}
     return [{"name": n, "values": of} for n, of in values.items() if len({repr(v) for v in of.values()}) > 1]
+
+
+def _model(settings: dict[str, Any]) -> str | None:
+    """What is trained, in a word."""
+    name = settings.get("model.name") or settings.get("model.config.model_type")
+    return str(name) if name else None
 
 
 def _parts(
