@@ -30,6 +30,7 @@ from shardwise.watch.prometheus import exposition
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 LONGEST_QUERY = 2048  # bytes
+LONGEST_HEADERS = 16 << 10  # bytes in all; the server stops those that never end
 MOST_COMPARED = 32
 POINTS = (16, 1500, 6000)  # least, usual, most of a curve
 HEADERS = {
@@ -176,6 +177,8 @@ class Pages:
     def _admit(self, request: Request) -> None:
         if len(request.scope.get("query_string", b"")) > LONGEST_QUERY:
             raise Refused(414, "the address is too long")
+        if sum(len(name) + len(value) for name, value in request.scope["headers"]) > LONGEST_HEADERS:
+            raise Refused(431, "the headers are too long")
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
             raise Refused(413, "send no body")
         # A web page whose name was pointed at this machine would otherwise be let in by the user's own browser.

@@ -86,7 +86,7 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
         uvicorn.Config(
             Pages(finder, door).app(), log_level="error", access_log=False, server_header=False, lifespan="off",
             ws="none", limit_concurrency=MOST_AT_ONCE, timeout_keep_alive=15, timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=16 << 10,
+            http="h11", h11_max_incomplete_event_size=16 << 10,
         )
     )  # fmt: skip
 

@@ -8,7 +8,7 @@
   const kept = $("snapshot") ? JSON.parse($("snapshot").textContent) : null;
   const ROOM = 9000; // points of a curve after which it is asked for anew, thinned
   const state = { runs: [], chosen: null, compared: new Set(), data: new Map(), details: new Map(), hosts: [], differences: [], samples: [], log: [], rank: 0,
-    smooth: 30, log_scale: false, axis: "step", failures: 0, asking: false, again: false, zoomed: new Map() };
+    smooth: 30, log_scale: false, axis: "step", unit: 60, failures: 0, asking: false, again: false, zoomed: new Map() };
   Watch.now = () => kept ? kept.time : Date.now() / 1000;
 
   const get = async (path) => {
@@ -45,7 +45,7 @@
     if (told) state.zoomed.set(id, told);
   };
 
-  /* Steps and hours: each run has its own clock. */
+  /* Steps and time: each run has its own clock. */
   const clock = (id) => (state.data.get(id)?.kinds.train || {}).elapsed_seconds;
   const between = (xs, ys, at) => {
     const i = Watch.nearest(xs, at), j = at < xs[i] ? i - 1 : i + 1;
@@ -54,12 +54,12 @@
   const toAxis = (id, xs) => {
     if (state.axis === "step") return xs;
     const told = clock(id);
-    return told ? xs.map((x) => between(told[0], told[1], x) / 3600) : [];
+    return told ? xs.map((x) => between(told[0], told[1], x) / state.unit) : [];
   };
   const toSteps = (id, range) => {
     if (!range || state.axis === "step") return range;
     const told = clock(id);
-    return told ? range.map((hours) => between(told[1], told[0], hours * 3600)) : null;
+    return told ? range.map((at) => between(told[1], told[0], at * state.unit)) : null;
   };
 
   /* A curve of a run; while zoomed, the detail of the range in place of the thinned whole. */
@@ -118,11 +118,12 @@
     for (const run of shownRuns()) for (const kind of ["train", "eval"]) for (const name of names(run.id, kind, "")) if (!KNOWN.has(name) && !name.includes("/") && !others.has(name) && others.size < 24) {
       others.set(name, add(name.replaceAll("_", " "), {}, () => [...each("train", name, "", "line", true), ...each("eval", name, "evaluation", "dots", false, 1)]));
     }
+    state.unit = Math.max(0, ...shownRuns().map((run) => Watch.last(clock(run.id)?.[1] || []) || 0)) >= 7200 ? 3600 : 60;
     const spans = shownRuns().flatMap((run) => ["train", "eval"].map((kind) => toAxis(run.id, curveEnds(run.id, kind)))).flat().filter((v) => v != null);
     Watch.view.full = spans.length ? [Math.min(...spans), Math.max(...spans)] : [0, 1];
     if (Watch.view.full[0] === Watch.view.full[1]) Watch.view.full = [Watch.view.full[0] - 0.5, Watch.view.full[0] + 0.5];
-    Watch.view.name = state.axis === "step" ? "step" : "hour";
-    Watch.view.label = state.axis === "step" ? (v) => Math.abs(v - Math.round(v)) < 1e-6 ? Math.round(v).toLocaleString("en") : "" : (v) => `${+v.toPrecision(4)} h`;
+    Watch.view.name = state.axis === "step" ? "step" : "at";
+    Watch.view.label = state.axis === "step" ? (v) => Math.abs(v - Math.round(v)) < 1e-6 ? Math.round(v).toLocaleString("en") : "" : (v) => `${+v.toPrecision(4)} ${state.unit === 60 ? "min" : "h"}`;
     for (const chart of [loss, sources]) chart.settings.log = state.log_scale;
     for (const chart of charts) chart.draw(chart.lines_of(), force);
     sources.note.textContent ||= several() && !sources.card.hidden ? `of ${nameOf(state.chosen)}` : "";
@@ -178,7 +179,7 @@
     $("controls").replaceChildren(
       el("label", {}, "Smoothing", slider),
       el("span", { class: "group", role: "group", "aria-label": "Scale of the loss" }, button("linear", !state.log_scale, switched("log_scale", false)), button("log", state.log_scale, switched("log_scale", true))),
-      el("span", { class: "group", role: "group", "aria-label": "Axis" }, button("steps", state.axis === "step", switched("axis", "step")), button("hours", state.axis === "hours", switched("axis", "hours"))),
+      el("span", { class: "group", role: "group", "aria-label": "Axis" }, button("steps", state.axis === "step", switched("axis", "step")), button("time", state.axis === "time", switched("axis", "time"))),
       el("span", { class: "group", role: "group", "aria-label": "Part that is shown" }, button("all", false, range(1)), button("last half", false, range(0.5)), button("last 10%", false, range(0.1))),
       el("span", { class: "muted", id: "zoom-hint" }, "Drag over a chart to zoom, double-click for all; keys: + − ← → 0."));
   };
