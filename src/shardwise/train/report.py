@@ -19,6 +19,7 @@ from shardwise.observe.metrics import MetricsFile
 from shardwise.observe.progress import Progress
 from shardwise.observe.ranks import HostWatch, RankFile, host_file
 from shardwise.observe.tables import Tables
+from shardwise.observe.trackers import Trackers, openers_of
 from shardwise.train.heldout import Evaluation
 from shardwise.train.selfcheck import without_gradient
 from shardwise.train.setup import Parts
@@ -43,6 +44,9 @@ class Report:
             self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
             self._file.truncate_after(parts.position.step)
             self._progress = Progress(total, parts.position.step, run.log.refresh)
+            self._trackers = Trackers(
+                openers_of(run.log.trackers), parts.job.output, run.model_dump(mode="json"), parts.position.step
+            )
             self._timer, self._told_at = parts.timer, -math.inf
             device = parts.world.device
             cuda = device.type == "cuda"
@@ -58,7 +62,8 @@ class Report:
         self._host.__exit__(*error)
         self._own.close(f"{type(error[1]).__name__}: {error[1]}"[:500] if error[1] else "left")
         if self._active:
-            for line in self._timer.summary():
+            self._trackers.close()
+            for line in self._timer.summary() + self._trackers.troubles():
                 self._progress.note(line)
             self._progress.__exit__(*error)
             self._file.close()
@@ -74,12 +79,14 @@ class Report:
                     f"step {record['step']}: gradients overflowed fp16, update skipped; loss scale {now:g}"
                 )
             self._file.append(record)
+            self._trackers.put(record)
             self._progress.update(record)
             if trouble := self._memory.warning(record):
                 self._progress.note(trouble)
             if "breakdown" in record and time.monotonic() - self._told_at >= BREAKDOWN_INTERVAL:
                 self._told_at = time.monotonic()
                 self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
+        self.noted(self._trackers.troubles() if self._active else [])
 
     def first_gradients(self, parts: Parts) -> None:
         """Once: says what is to be trained but has no gradient, which would stay as it is in silence."""
@@ -98,6 +105,7 @@ class Report:
         if self._active:
             record = {"kind": "eval", "step": step, **held_out.record, "time": time.time()}
             self._file.append(record)
+            self._trackers.put(record)
             self._progress.evaluated(record)
 
     def ended(self, early: str) -> None:
