@@ -171,6 +171,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feed("wandb", tmp_path / "out")
     known = json.loads((tmp_path / "out/trackers.json").read_text())["wandb"]
     (folder,) = (tmp_path / "out/wandb").glob("offline-run-*")
+    deadline = time.monotonic() + 20  # its own process writes the file
+    while not any(file.stat().st_size > 500 for file in folder.glob("*.wandb")) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert folder.name.endswith(known) and any(file.stat().st_size > 500 for file in folder.glob("*.wandb"))
 
 
