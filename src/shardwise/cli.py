@@ -60,6 +60,10 @@ def train(
     from shardwise.trainer import Trainer
 
     main_rank = int(os.environ.get("RANK", 0)) == 0
+    if watched:
+        from shardwise.watch.command import need_server
+
+        need_server()
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
     trainer = Trainer(run_file, *(overrides or ()), force=force)

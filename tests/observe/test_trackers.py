@@ -78,7 +78,7 @@ def test_a_slow_one_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for step in range(1, 501):
         all_.put(train_record(step))
     all_.close()
-    assert time.perf_counter() - began < 2 and "within 0.05 s" in all_.troubles()[0] and all_.troubles() == []
+    assert time.perf_counter() - began < 2 and "in time" in all_.troubles()[0] and all_.troubles() == []
     hold.set()
 
 

@@ -126,13 +126,13 @@ def _traffic() -> dict[str, int]:
 
 
 class _Lines:
-    """Appends JSON lines; the first that cannot be written is the last that is tried."""
+    """A file of JSON lines, begun anew by each start; the first that cannot be written is the last that is tried."""
 
     def __init__(self, file: Path) -> None:
         self._file: Any = None
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._file = file.open("ab")
+            self._file = file.open("wb")
 
     def write(self, record: Record) -> None:
         if self._file is None:

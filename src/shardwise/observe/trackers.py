@@ -14,6 +14,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ NESTED = {"losses": "loss", "breakdown": "seconds"}  # mappings within a record,
 NO_FIGURES = frozenset({"kind", "step", "time"})
 MOST_WAITING = 10_000  # records; beyond that the tracker is too slow, and loses the oldest
 LAST_SECONDS = 20.0  # that it has at the end of the run to take what waits
+HURRIED_SECONDS = 1.0
 LONGEST = 250  # characters of a setting
 
 
@@ -56,10 +58,13 @@ class Trackers:
         """What went wrong since it was last asked, each once."""
         return [lane.told() for lane in self._lanes if lane.failed and not lane.was_told]
 
-    def close(self) -> None:
-        """Lets them take what waits, within bounds."""
+    def close(self, failed: bool = False) -> None:
+        """Lets them take what waits, within bounds; after a failure there is more urgent news."""
+        deadline = time.monotonic() + (HURRIED_SECONDS if failed else LAST_SECONDS)
         for lane in self._lanes:
-            lane.close()
+            lane.put(None)
+        for lane in self._lanes:
+            lane.close(deadline)
 
 
 class _Lane:
@@ -87,11 +92,10 @@ class _Lane:
         self.was_told = True
         return f"log.trackers: {self.name} failed and gets no more figures ({self.failed}); metrics.jsonl has them all"
 
-    def close(self) -> None:
-        self.put(None)
-        self._thread.join(timeout=LAST_SECONDS)
+    def close(self, deadline: float) -> None:
+        self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and not self.failed:
-            self.failed = f"it did not take its last figures within {LAST_SECONDS:g} s"
+            self.failed = "it did not take its last figures in time"
 
     def _run(self, opener: Open, output: Path, settings: dict[str, Any], step: int) -> None:
         try:
@@ -209,8 +213,6 @@ class _Mlflow:
             self._client.log_batch(self._id, params=params[at : at + 100])
 
     def log(self, step: int, figures: dict[str, float]) -> None:
-        import time
-
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, step) for name, value in figures.items()]
         for at in range(0, len(metrics), 1000):

@@ -62,7 +62,7 @@ class Report:
         self._host.__exit__(*error)
         self._own.close(f"{type(error[1]).__name__}: {error[1]}"[:500] if error[1] else "left")
         if self._active:
-            self._trackers.close()
+            self._trackers.close(failed=error[1] is not None)
             for line in self._timer.summary() + self._trackers.troubles():
                 self._progress.note(line)
             self._progress.__exit__(*error)

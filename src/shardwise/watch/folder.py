@@ -145,12 +145,14 @@ class RunFolder:
             for row in rows:
                 row |= {"amiss": "", "silent": None}
         with self._lock:
+            last = self._told[-1].get("step") if self._told else 0
             return overview | {
                 "latest": self.columns.latest.get("train", {}), "evaluated": self.columns.latest.get("eval", {}),
                 "ranks": rows, "devices": sorted({str(s.get("device")) for s in starts}),
                 "hosts": [columns.latest["host"] for _, columns in self._hosts.values() if columns.latest],
                 "checkpoints": self.checkpoints(), "prediction": _prediction(self.path),
-                "samples": len(self._told), "model": _model(self.settings()), "folder": str(self.path),
+                "samples": f"{len(self._told)} to step {last}", "model": _model(self.settings()),
+                "folder": str(self.path),
             }  # fmt: skip
 
     def hosts(self, after: float = -math.inf) -> dict[str, Any]:

@@ -34,15 +34,9 @@ def rank_numbers(logs: Path) -> list[int]:
 
 
 def starts_of(logs: Path, numbers: list[int]) -> list[Record]:
-    """The first words of each rank: of the last start, where the file holds several."""
-    found = []
-    for rank in numbers:
-        file = logs / f"rank-{rank}.metrics.jsonl"
-        recent = [record for record in last_records(file) if record.get("kind") == "start"]
-        start = recent[-1] if recent else first_record(file)
-        if start.get("kind") == "start":
-            found.append(start)
-    return found
+    """The first words of each rank."""
+    first = [first_record(logs / f"rank-{rank}.metrics.jsonl") for rank in numbers]
+    return [record for record in first if record.get("kind") == "start"]
 
 
 def rank_rows(logs: Path, numbers: list[int], now: float | None = None) -> list[dict[str, Any]]:
@@ -64,8 +58,16 @@ def _row(logs: Path, rank: int, now: float) -> dict[str, Any]:
         "rank": rank, "step": step or last.get("step"), "doing": doing, "silent": silent,
         "seconds": _mean(records, "seconds"), "waiting": _mean(records, "waiting"),
         "cpu_seconds": _mean(records, "cpu_seconds"), "memory": last.get("memory_bytes"), "rss": last.get("rss_bytes"),
-        "amiss": "",
+        "log": _size(logs / f"rank-{rank}.log"), "amiss": "",
     }  # fmt: skip
+
+
+def _size(file: Path) -> int:
+    """Bytes of a log: whoever shows it asks for it again only when they change."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _mark(rows: list[dict[str, Any]]) -> None:

@@ -5,7 +5,9 @@ Where standard output is no terminal it is printed once, as plain text, for a lo
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -35,13 +37,18 @@ def show(finder: Finder, console: Console | None = None) -> None:
             run.wait()
         console.print(_Screen(finder, plain=True), soft_wrap=False)
         return
+    stop = threading.Event()
+    # Not as an exception, which would come in the middle of drawing and leave the terminal on its other screen.
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda *_: stop.set()) for kind in kinds}
     try:
         with Live(_Screen(finder), console=console, screen=True, auto_refresh=False) as live:
-            while True:
+            while not stop.wait(REFRESH):
                 live.refresh()  # also after the window changed its size: the screen measures itself anew
-                time.sleep(REFRESH)
-    except KeyboardInterrupt:
-        console.print(_Screen(finder, plain=True))  # what was last seen stays readable
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    console.print(_Screen(finder, plain=True))  # what was last seen stays readable
 
 
 class _Screen:

@@ -7,7 +7,7 @@
   const { el } = Watch, $ = (id) => document.getElementById(id);
   const kept = $("snapshot") ? JSON.parse($("snapshot").textContent) : null;
   const ROOM = 9000; // points of a curve after which it is asked for anew, thinned
-  const state = { runs: [], chosen: null, compared: new Set(), data: new Map(), details: new Map(), hosts: [], differences: [], samples: [], log: [], rank: 0,
+  const state = { runs: [], chosen: null, compared: new Set(), data: new Map(), details: new Map(), hosts: {}, differences: [], samples: [], log: [], rank: 0,
     smooth: 30, log_scale: false, axis: "step", unit: 60, failures: 0, asking: false, again: false, zoomed: new Map() };
   Watch.now = () => kept ? kept.time : Date.now() / 1000;
 
@@ -185,7 +185,7 @@
   };
 
   const choose = (id) => {
-    state.chosen = id; state.rank = 0; state.log = []; state.samples = []; state.hosts = {}; Watch.view.zoom = null; state.zoomed.clear();
+    state.chosen = id; state.rank = 0; state.log = []; state.samples = []; state.hosts = {}; state.log_seen = state.samples_seen = null; Watch.view.zoom = null; state.zoomed.clear();
     if (matchMedia("(max-width:820px)").matches) $("runs-fold").open = false;
     if (!kept) history.replaceState(null, "", `#${id}`);
     refresh();
@@ -217,10 +217,12 @@
           ...shown.map((run) => askSeries(run.id)),
           get(`/api/runs/${id}`).then(async (told) => {
             state.details.set(id, told);
-            state.log = told.ranks.length ? await get(`/api/runs/${id}/log/${state.rank}`) : [];
+            // Logs and samples are asked for again only when they have grown.
+            const size = `${id} ${state.rank} ${told.ranks.find((row) => row.rank === state.rank)?.log}`, count = `${id} ${told.samples}`;
+            if (size !== state.log_seen) { state.log = told.ranks.length ? await get(`/api/runs/${id}/log/${state.rank}`) || [] : []; state.log_seen = size; }
+            if (count !== state.samples_seen) { state.samples = await get(`/api/runs/${id}/samples`) || []; state.samples_seen = count; }
           }),
-          get(`/api/runs/${id}/hosts`).then((told) => { state.hosts = told || {}; }),
-          get(`/api/runs/${id}/samples`).then((told) => { state.samples = told || []; }),
+          get(`/api/runs/${id}/hosts?after=${hostEnd()}`).then((told) => takeHosts(id, told || {})),
           shown.length > 1 ? get(`/api/compare?runs=${shown.map((run) => run.id).join()}`).then((told) => { state.differences = told || Watch.differ(shown, kept); }) : null,
         ]);
         drawCharts(); drawPanels();
@@ -236,6 +238,21 @@
     }
     state.asking = false;
     if (state.again) { state.again = false; refresh(); }
+  };
+  const hostEnd = () => { // up to when all hosts are known
+    const ends = Object.values(state.hosts).map((host) => Watch.last(host.figures.cpu_percent?.[0] || []) ?? 0);
+    return ends.length ? Math.min(...ends) : 0;
+  };
+  const takeHosts = (id, told) => {
+    if (id !== state.chosen) return;
+    for (const [rank, host] of Object.entries(told)) {
+      const mine = (state.hosts[rank] ??= { name: host.name, figures: {} });
+      for (const [name, [x, y]] of Object.entries(host.figures)) {
+        const to = (mine.figures[name] ??= [[], []]), from = to[0].length ? x.findIndex((at) => at > to[0][to[0].length - 1]) : 0;
+        if (from >= 0) { to[0].push(...x.slice(from)); to[1].push(...y.slice(from)); }
+        if (to[0].length > ROOM) { to[0].splice(0, ROOM / 2); to[1].splice(0, ROOM / 2); }
+      }
+    }
   };
   const nothing = () => {
     $("charts").dataset.empty = "yes";
