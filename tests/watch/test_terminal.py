@@ -7,6 +7,8 @@ import json
 import os
 import pty
 import select
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -51,19 +53,23 @@ def test_a_failure_and_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.timeout(120)
 def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-m", "shardwise", "watch", str(tmp_path), "--terminal"])
-    seen, asked, deadline = b"", False, time.monotonic() + 100
-    while time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.2)[0]:
-            try:
-                seen += os.read(terminal, 1 << 16)
-            except OSError:  # the other end has left
-                break
-        if not asked and b"evaluation loss" in seen:
-            os.write(terminal, b"\x03")
-            asked = True
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "shardwise", "watch", str(tmp_path), "--terminal"]
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    seen, asked, deadline = b"", False, time.monotonic() + 90
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.2)[0]:
+                try:
+                    seen += os.read(ours, 1 << 16)
+                except OSError:  # the other end has left
+                    break
+            if not asked and b"evaluation loss" in seen:
+                process.send_signal(signal.SIGINT)
+                asked = True
+        assert process.wait(timeout=10) == 0, seen
+    finally:
+        process.kill()
+        os.close(ours)
     assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1 and b"Traceback" not in seen
