@@ -13,6 +13,7 @@ from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 from support.watched import train_record
 
+from shardwise.observe import ranks
 from shardwise.observe.ranks import HostWatch, RankFile, host_file, rank_file
 
 
@@ -33,6 +34,7 @@ def test_a_real_run_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_what_a_report_says(tmp_path: Path) -> None:
+    assert not hasattr(ranks, "torch"), "it cannot ask a device, let alone wait for one"
     own = RankFile(tmp_path, 3, 8, "cpu")
     own.report([])
     # Two steps of 1000 tokens at 5000 a second are 0.2 s each, on whatever device: nothing is asked of it.

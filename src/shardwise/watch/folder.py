@@ -15,6 +15,7 @@ from shardwise.watch.state import state_of
 from shardwise.watch.tail import Tail, last_lines, read_json, sampled
 
 LARGE = 8 << 20  # bytes that are read in the background, behind a first look: some 10,000 steps
+GIVE_WAY = 1.0  # seconds that the page has to itself before the whole file is read: it is drawn from the first look
 FIRST_LOOK = 2000  # records of it
 FRESH = 0.4  # seconds that what was read counts as new: several open pages cost no more than one
 MOST_LINES = 400  # of a log
@@ -36,6 +37,7 @@ class RunFolder:
         self._sizes: dict[str, int] = {}
         self._lock = threading.RLock()
         self._reader: threading.Thread | None = None
+        self._hurry = threading.Event()
 
     def refresh(self) -> None:
         """Takes in what was written since."""
@@ -71,7 +73,8 @@ class RunFolder:
     def _read_all(self) -> None:
         """The whole file from its start; what was a first look until then is replaced."""
         tail, columns = Tail(self._metrics.path), Columns(self.columns.generation + 1)
-        self._take(tail, columns)
+        self._hurry.wait(GIVE_WAY)
+        self._take(tail, columns, pause=0.001)
         with self._lock:
             self._metrics, self.columns = tail, columns
 
@@ -82,12 +85,13 @@ class RunFolder:
 
     def wait(self) -> None:
         """Returns when the file has been read whole, for those who look but once."""
+        self._hurry.set()
         self.refresh()
         if self._reader is not None:
             self._reader.join()
 
     @staticmethod
-    def _take(tail: Tail, columns: Columns, axis: str = "step") -> None:
+    def _take(tail: Tail, columns: Columns, axis: str = "step", pause: float = 0.0) -> None:
         while True:
             records, anew = tail.read()
             if anew:
@@ -96,6 +100,8 @@ class RunFolder:
                 columns.add(record, axis)
             if not tail.behind:
                 return
+            if pause:
+                time.sleep(pause)  # whoever asks for something meanwhile goes first
 
     def ranks(self) -> list[int]:
         """The numbers of the ranks that have left a file."""

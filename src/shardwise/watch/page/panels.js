@@ -6,7 +6,7 @@
 
   const card = (title, size, ...children) => el("section", { class: `card ${size}`, "aria-label": title }, el("header", {}, el("h2", {}, title)), ...children);
 
-  const table = (heads, rows, label) => el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": label },
+  const table = (heads, rows, label) => el("div", { class: "scroll tall", tabindex: "0", role: "group", "aria-label": label },
     el("table", {}, el("thead", {}, el("tr", {}, ...heads.map(([name, kind]) => el("th", { scope: "col", class: kind || "" }, name)))),
       el("tbody", {}, ...rows.map(({ cells, mark }) => el("tr", { class: mark || "" }, ...cells.map((cell, i) => el("td", { class: heads[i][1] || "" }, cell)))))));
 
@@ -92,7 +92,7 @@
   Watch.samplePanel = (samples) => {
     if (!samples || !samples.length) return null;
     const shown = [...samples].reverse().slice(0, 60);
-    return card("Samples", "wide", el("div", { class: "samples", tabindex: "0", role: "region", "aria-label": "Samples" }, ...shown.map((one) =>
+    return card("Samples", "wide", el("div", { class: "samples", tabindex: "0", role: "group", "aria-label": "Samples" }, ...shown.map((one) =>
       el("div", { class: "sample" }, el("small", {}, `step ${one.step}`), el("span", { class: "prompt" }, one.prompt), el("strong", {}, " "), el("span", {}, one.text)))));
   };
 
