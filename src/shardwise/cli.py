@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,7 @@ def _examples(*lines: str) -> str:
     "shardwise train run.yaml ranks=2 parallel.zero=3 train.learning_rate=1e-4",
     "shardwise train run.yaml resume=never output=out/second",
     "shardwise train run.yaml --profile 10   # where the time of step 10 goes, and what to change",
+    "shardwise train run.yaml --watch   # a dashboard in the browser beside it",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 -m shardwise train run.yaml",
 ))  # fmt: skip
 def train(
@@ -50,6 +52,9 @@ def train(
     profile: Annotated[
         str | None, typer.Option(metavar="STEPS", help="Take these steps under torch's profiler, e.g. 10,500.")
     ] = None,
+    watched: Annotated[
+        bool, typer.Option("--watch", help="Show it in the browser: prints the address of a dashboard.")
+    ] = False,
 ) -> None:
     """Train: plans, starts the ranks, watches them, and hands over a Hugging Face folder.
 
@@ -59,6 +64,10 @@ def train(
     from shardwise.trainer import Trainer
 
     main_rank = int(os.environ.get("RANK", 0)) == 0
+    if watched:
+        from shardwise.watch.command import need_server
+
+        need_server()
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
     asked = [f"log.profile=[{profile}]"] if profile else []
@@ -67,9 +76,57 @@ def train(
     if loud:
         print_account(trainer.loaded.account, job.run)
         print_plan(job)
-    result = trainer.fit(say)
+    with _dashboard(job.output if watched and main_rank else None):
+        result = trainer.fit(say)
     if main_rank:
         print_result(result, job)
+
+
+def _dashboard(output: Path | None) -> AbstractContextManager[None]:
+    """The dashboard of a run beside it, where it is wanted."""
+    if output is None:
+        return nullcontext()
+    from shardwise.watch.command import beside
+
+    return beside(output, _say)
+
+
+@app.command(epilog=_examples(
+    "shardwise watch out/run",
+    "shardwise watch out   # every run below it, to compare",
+    "shardwise watch out/run --terminal",
+    "shardwise watch out/run --html run.html   # a page to pass on",
+    "shardwise watch out --host 0.0.0.0   # prints an address with a token",
+    "curl http://127.0.0.1:8765/metrics   # for Prometheus",
+))  # fmt: skip
+def watch(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FOLDER]…", help="A run's output folder, or one that holds several; default: here."),
+    ] = None,
+    terminal: Annotated[bool, typer.Option("--terminal", help="Draw in this terminal instead.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as one page that needs no server, and leave.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; elsewhere than here needs a token.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Default: 8765, or a free one where that is taken.")
+    ] = None,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the token; default: made where one is needed."),
+    ] = None,
+) -> None:
+    """Watch runs live: curves, speed, memory, ranks, checkpoints, logs and samples, in the browser or the terminal.
+
+    Reads what runs write; nothing of theirs is changed, and they need not be told.
+    """
+    from shardwise.watch.command import Options
+    from shardwise.watch.command import watch as show
+
+    if terminal and html is not None:
+        raise UserError("--terminal", None, "does not go with --html", "leave one of them out")
+    show(Options(folders or [Path()], host, port, token_env, terminal, html))
 
 
 @app.command(epilog=_examples(

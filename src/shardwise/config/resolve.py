@@ -7,10 +7,12 @@ The result is a Run without open questions, and for each answer the reason that 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,20 @@ def resolve_objective(result: Resolution, task: Task) -> None:
     if data.packing and purpose in ("seq2seq", "masked", "classify"):
         result.put("data.packing", False, f"{purpose} rows are read one at a time")
     first_clash(result.run, objective_only=True)
+    check_samples(result.run, purpose)
+
+
+def check_samples(run: Run, purpose: str) -> None:
+    """Samples need a model that writes from left to right, whole on each rank or sharded by ZeRO."""
+    if run.log.samples is None:
+        return
+    if purpose in ("seq2seq", "masked", "classify"):
+        problem = f"a model that is trained for {purpose} does not go on with a text"
+        raise UserError("log.samples", None, problem, "leave log.samples out")
+    for axis in ("tensor", "context", "pipeline", "expert"):
+        if getattr(run.parallel, axis) != 1:
+            problem = f"samples are not written by a model that is divided along {axis}"
+            raise UserError("log.samples", None, problem, f"leave log.samples out, or parallel.{axis}")
 
 
 def resolve_model(result: Resolution, config: Any) -> None:
@@ -329,7 +345,15 @@ def check_output(run: Run) -> None:
     _check_writable("output", run.output)
     if run.log.csv is not None:
         _check_writable("log.csv", run.log.csv)
+    check_trackers(run.log.trackers)
     choose_checkpoint(run.resume, target / "checkpoints")
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Their packages must be there before anything starts; none is imported for that."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError("log.trackers", name, "its package is not installed", f'pip install "shardwise[{name}]"')
 
 
 def _check_writable(field_name: str, path: str) -> None:

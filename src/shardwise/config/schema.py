@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shardwise.config.apart import ApartOrNot
 from shardwise.config.compat import check_section
+from shardwise.config.log import Log
 from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
 from shardwise.config.objectives import Objective
@@ -511,23 +512,6 @@ class Export(Section):
         default="auto",
         description="compare the folder with the trained model before it appears; auto = up to 2B parameters that fit "
         "in memory",
-    )
-
-
-class Log(Section):
-    """What is reported while it runs."""
-
-    every: Whole = Field(default=1, ge=1, description="steps between reports; the device is waited for only then")
-    refresh: Duration = Field(default=0.2, gt=0, description="how often the live line is redrawn, e.g. 200ms")
-    breakdown: bool = Field(
-        default=False, description="time in forward, backward, gather, reduce, offload and step; waits for the device"
-    )
-    comms: bool = Field(default=False, description="bytes, time and bandwidth of each collective")
-    csv: str | None = Field(default=None, description="folder for one CSV file per figure, beside metrics.jsonl")
-    profile: tuple[Count, ...] = Field(
-        default=(),
-        description="steps that are taken under torch's profiler, e.g. [10, 500]: traces, a snapshot of a GPU's "
-        "memory, and what to change, in words",
     )
 
 

@@ -28,6 +28,7 @@ from shardwise.train.control import Control
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
 from shardwise.train.profiling import Profiling
 from shardwise.train.report import Report
+from shardwise.train.samples import forget_samples_after, write_samples
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
 from shardwise.train.watch import Watch
@@ -54,6 +55,7 @@ def fit(parts: Parts) -> Outcome:
     meeting = join_others(parts)  # of workers that train apart: it may move the position on
     report = Report(parts, total)
     watch = watch_of(parts)
+    forget_samples_after(parts)
     control = Control(
         world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None
     )
@@ -123,6 +125,7 @@ def fit(parts: Parts) -> Outcome:
                 eval_loss = held_out.loss
                 report.evaluated(position.step, held_out)
                 saving |= watch.evaluated(held_out.record) or bool(watch.enough)
+            write_samples(parts, last and not stop)
             if saving:
                 parts.status.set("saving")
                 with parts.meter.paused():

@@ -1,9 +1,13 @@
-"""What the main rank tells while it trains: the live line, metrics.jsonl, and remarks."""
+"""What is told in training: the live line, metrics.jsonl and remarks by the main rank; by each rank a line of its own.
+
+`shardwise watch` draws its dashboard from these files.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +17,60 @@ from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.memory import MemoryWatch
 from shardwise.observe.metrics import MetricsFile
 from shardwise.observe.progress import Progress
+from shardwise.observe.ranks import HostWatch, RankFile, host_file
 from shardwise.observe.tables import Tables
+from shardwise.observe.trackers import Trackers, openers_of
 from shardwise.train.heldout import Evaluation
 from shardwise.train.selfcheck import without_gradient
 from shardwise.train.setup import Parts
+from shardwise.train.worker import logs_of
 
 BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable
 
 
 class Report:
-    """On the main rank: the live line and metrics.jsonl. Elsewhere nothing."""
+    """On the main rank: the live line and metrics.jsonl. On each its own figures; on a host's first the host's."""
 
     def __init__(self, parts: Parts, total: int) -> None:
         run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
         self._looked = False
+        world, logs = parts.world, logs_of(parts.job.output)
+        self._own = RankFile(logs, world.rank, world.size, _device_name(world.device))
+        self._host: AbstractContextManager[Any] = nullcontext()
+        if world.local_rank == 0:
+            self._host = HostWatch(host_file(logs, world.rank), parts.job.output)
         if self._active:
             tables = Tables(Path(run.log.csv).expanduser()) if run.log.csv else None
             self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
             self._file.truncate_after(parts.position.step)
             self._progress = Progress(total, parts.position.step, run.log.refresh)
+            self._trackers = Trackers(
+                openers_of(run.log.trackers), parts.job.output, run.model_dump(mode="json"), parts.position.step
+            )
             self._timer, self._told_at = parts.timer, -math.inf
             device = parts.world.device
             cuda = device.type == "cuda"
             self._memory = MemoryWatch(torch.cuda.get_device_properties(device).total_memory if cuda else 0)
 
     def __enter__(self) -> Report:
+        self._host.__enter__()
         if self._active:
             self._progress.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._host.__exit__(*error)
+        self._own.close(f"{type(error[1]).__name__}: {error[1]}"[:500] if error[1] else "left")
         if self._active:
-            for line in self._timer.summary():
+            self._trackers.close(failed=error[1] is not None)
+            for line in self._timer.summary() + self._trackers.troubles():
                 self._progress.note(line)
             self._progress.__exit__(*error)
             self._file.close()
 
     def trained(self, records: list[dict[str, Any]]) -> None:
         """New training records, oldest first."""
+        self._own.report(records)
         for record in records if self._active else []:
             if self._scaler.is_enabled() and not math.isfinite(record["grad_norm"]):
                 record["skipped"] = True
@@ -59,12 +79,14 @@ class Report:
                     f"step {record['step']}: gradients overflowed fp16, update skipped; loss scale {now:g}"
                 )
             self._file.append(record)
+            self._trackers.put(record)
             self._progress.update(record)
             if trouble := self._memory.warning(record):
                 self._progress.note(trouble)
             if "breakdown" in record and time.monotonic() - self._told_at >= BREAKDOWN_INTERVAL:
                 self._told_at = time.monotonic()
                 self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
+        self.noted(self._trackers.troubles() if self._active else [])
 
     def first_gradients(self, parts: Parts) -> None:
         """Once: says what is to be trained but has no gradient, which would stay as it is in silence."""
@@ -83,6 +105,7 @@ class Report:
         if self._active:
             record = {"kind": "eval", "step": step, **held_out.record, "time": time.time()}
             self._file.append(record)
+            self._trackers.put(record)
             self._progress.evaluated(record)
 
     def met(self, record: dict[str, Any]) -> None:
@@ -96,3 +119,7 @@ class Report:
         """Why there are no more steps, where it is not that all are done."""
         if self._active and early:
             self._progress.note(early)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,152 @@
+"""`shardwise watch`: checks what can be checked; serves the dashboard, draws in the terminal, or writes one page."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.watch.finder import Finder, check_roots
+
+INSTALL = "pip install 'shardwise[watch]'; or use --terminal or --html, which need nothing else"
+PORT = 8765
+MOST_AT_ONCE = 64  # connections: a browser keeps six
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    folders: Sequence[Path]
+    host: str = "127.0.0.1"
+    port: int | None = None  # None: the usual one, or a free one where that is taken
+    token_env: str | None = None
+    terminal: bool = False
+    html: Path | None = None
+
+
+def watch(options: Options) -> None:
+    """Shows the runs until Ctrl-C, or writes the page and is done."""
+    finder = Finder(check_roots(options.folders))
+    if options.html is not None:
+        from shardwise.watch.snapshot import write_snapshot
+
+        write_snapshot(finder, options.html)
+        print(f"written to {options.html}")
+        return
+    if options.terminal:
+        from shardwise.watch.terminal import show
+
+        show(finder)
+        return
+    token = find_token(options.host, options.token_env)
+    need_server()
+    with listen(options.host, options.port) as listener:
+        print(banner(finder, listener, token), flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server(finder, listener, options.host, token).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def beside(output: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """The dashboard of one run in a thread, on this machine alone, as long as the run goes on."""
+    need_server()
+    finder = Finder([output])
+    with listen("127.0.0.1", None) as listener:
+        web = server(finder, listener, "127.0.0.1", None)
+        thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, name="watch", daemon=True)
+        thread.start()
+        say(f"watch it at {address(listener, None)}")
+        try:
+            yield
+        finally:
+            web.should_exit = True
+            thread.join(timeout=3)
+
+
+def server(finder: Finder, listener: socket.socket, host: str, token: str | None) -> Any:
+    """The server over a socket that listens already."""
+    import uvicorn
+
+    from shardwise.serve.command import is_loopback
+    from shardwise.watch.app import Door, Pages
+
+    door = Door(token, is_loopback(host), f"shardwise_watch_{listener.getsockname()[1]}")
+    threading.Thread(target=_look_ahead, args=(finder,), name="first look", daemon=True).start()
+    return uvicorn.Server(
+        uvicorn.Config(
+            Pages(finder, door).app(), log_level="error", access_log=False, server_header=False, lifespan="off",
+            ws="none", limit_concurrency=MOST_AT_ONCE, timeout_keep_alive=15, timeout_graceful_shutdown=1,
+            http="h11", h11_max_incomplete_event_size=16 << 10,
+        )
+    )  # fmt: skip
+
+
+def _look_ahead(finder: Finder) -> None:
+    """Reads while the user still reaches for the browser."""
+    for run in finder.runs():
+        run.refresh()
+        time.sleep(0)
+
+
+def find_token(host: str, variable: str | None) -> str | None:
+    """The token: from the environment, made where the network can reach us, none on this machine alone."""
+    from shardwise.serve.command import is_loopback
+
+    if variable is not None:
+        token = os.environ.get(variable, "").strip()
+        if len(token) < 16 or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
+            remedy = f"export {variable}=… with 16 or more letters, digits, - or _; or leave --token-env out"
+            raise UserError("--token-env", variable, "holds no token that is fit for use", remedy)
+        return token
+    return None if is_loopback(host) else secrets.token_urlsafe(24)
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket; the usual port may be taken by another dashboard, and then any will do."""
+    from shardwise.serve.command import bind
+
+    if port is not None:
+        return bind(host, port)
+    try:
+        return bind(host, PORT)
+    except UserError:
+        return bind(host, 0)
+
+
+def address(listener: socket.socket, token: str | None) -> str:
+    """Where to point a browser."""
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(
+        host, f"[{host}]" if ":" in host else host
+    )
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+
+
+def banner(finder: Finder, listener: socket.socket, token: str | None) -> str:
+    """What a user needs to know once it is up."""
+    runs = finder.runs()
+    few = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
+    what = f"{len(runs)} run{'s' * (len(runs) != 1)} ({few})" if runs else "no run yet: they come up as they begin"
+    lines = [f"watching {what}", f"  {address(listener, token)}   (Ctrl-C stops)"]
+    if token:
+        lines.append(
+            "  whoever has this address can see the runs; it is not encrypted: trust the network, or use ssh -L"
+        )
+    return "\n".join(lines)
+
+
+def need_server() -> None:
+    """Says what to install where the server's packages are missing."""
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError("watch", None, f"needs {' and '.join(missing)}, which the base install leaves out", INSTALL)

@@ -1,0 +1,94 @@
+"""The ranks of a run side by side: where each is, what it does, how long it takes, and who keeps the others waiting.
+
+All ranks of a step end it together, so seconds per step say nothing of who is slow. What does, where the run records it
+(`log.breakdown`), is the time that a rank does *not* wait for the others: the slow one waits least. Elsewhere a rank is
+marked when it is behind, or has been silent for longer than the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwise.train.status import read_status
+from shardwise.watch.tail import Record, first_record, last_records
+
+SLOWER = 1.25  # busy times the others' median
+LEAST = 0.005  # seconds: below that it is noise
+RECENT = 20  # reports that a rank's figures are the mean of
+_NAME = re.compile(r"rank-(\d{1,6})\.(?:log|status|metrics\.jsonl)")
+
+
+def rank_numbers(logs: Path) -> list[int]:
+    """The ranks that have left a file."""
+    try:
+        names = [file.name for file in logs.iterdir()]
+    except OSError:
+        return []
+    return sorted({int(found[1]) for name in names if (found := _NAME.fullmatch(name))})
+
+
+def starts_of(logs: Path, numbers: list[int]) -> list[Record]:
+    """The first words of each rank."""
+    first = [first_record(logs / f"rank-{rank}.metrics.jsonl") for rank in numbers]
+    return [record for record in first if record.get("kind") == "start"]
+
+
+def rank_rows(logs: Path, numbers: list[int], now: float | None = None) -> list[dict[str, Any]]:
+    """A row for each rank, with what is amiss."""
+    now = time.time() if now is None else now
+    rows = [_row(logs, rank, now) for rank in numbers]
+    _mark(rows)
+    return rows
+
+
+def _row(logs: Path, rank: int, now: float) -> dict[str, Any]:
+    status, silent = logs / f"rank-{rank}.status", None
+    step, doing = read_status(status)
+    records = [r for r in last_records(logs / f"rank-{rank}.metrics.jsonl") if r.get("kind") == "rank"][-RECENT:]
+    last = records[-1] if records else {}
+    with contextlib.suppress(OSError):
+        silent = now - status.stat().st_mtime
+    return {
+        "rank": rank, "step": step or last.get("step"), "doing": doing, "silent": silent,
+        "seconds": _mean(records, "seconds"), "waiting": _mean(records, "waiting"),
+        "cpu_seconds": _mean(records, "cpu_seconds"), "memory": last.get("memory_bytes"), "rss": last.get("rss_bytes"),
+        "log": _size(logs / f"rank-{rank}.log"), "amiss": "",
+    }  # fmt: skip
+
+
+def _size(file: Path) -> int:
+    """Bytes of a log: whoever shows it asks for it again only when they change."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _mark(rows: list[dict[str, Any]]) -> None:
+    if len(rows) < 2:
+        return
+    busy = {r["rank"]: r["seconds"] - r["waiting"] for r in rows if r["seconds"] and r["waiting"] is not None}
+    usual = median(busy.values()) if len(busy) == len(rows) else math.inf
+    furthest = max(int(row["step"] or 0) for row in rows)
+    quiet = median(row["silent"] for row in rows if row["silent"] is not None) if any(
+        row["silent"] is not None for row in rows
+    ) else 0.0  # fmt: skip
+    for row in rows:
+        own = busy.get(row["rank"], 0.0)
+        if furthest - int(row["step"] or 0) > 1:
+            row["amiss"] = f"{furthest - int(row['step'] or 0)} steps behind"
+        elif own > SLOWER * usual and own - usual > LEAST:
+            row["amiss"] = f"slow: busy {own / usual:.1f} times as long as the others"
+        elif (row["silent"] or 0.0) > max(30.0, 3 * quiet):
+            row["amiss"] = f"silent for {row['silent']:.0f} s"
+
+
+def _mean(records: list[Record], key: str) -> float | None:
+    found = [float(r[key]) for r in records if isinstance(r.get(key), int | float)]
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,139 @@
+"""Reads files that another process appends to, each byte once: 100,000 steps must not be read anew at each look.
+
+A file that was replaced or cut (a run that was resumed drops the steps after its checkpoint) is read from the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+LONGEST_LINE = 1 << 20  # bytes; a record has some hundreds
+AT_ONCE = 1 << 17  # bytes read at a time: no other thread runs while they are parsed, some milliseconds
+
+
+class Tail:
+    """The records of a JSON-lines file, as they come; a torn last line waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset, self._inode = 0, -1
+        self._rest = b""
+        self.behind = 0  # bytes that were left when it was last read
+
+    def unread(self) -> int:
+        """Bytes that are there and were not read."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return 0
+        known = status.st_ino == self._inode and status.st_size >= self._offset
+        return status.st_size - (self._offset if known else 0)
+
+    def read(self) -> tuple[list[Record], bool]:
+        """New records, and whether they are from the start of another file, so that those before are void.
+
+        Not all at once where they are many: `behind` says what is left.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                anew = self._inode not in (-1, status.st_ino) or status.st_size < self._offset
+                if anew:
+                    self._offset, self._rest = 0, b""
+                self._inode = status.st_ino
+                file.seek(self._offset)
+                data = file.read(min(AT_ONCE, max(0, status.st_size - self._offset)))
+        except OSError:
+            gone, self._inode = self._inode != -1, -1
+            self._offset, self._rest, self.behind = 0, b"", 0
+            return [], gone
+        self._offset += len(data)
+        self.behind = max(0, status.st_size - self._offset)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST_LINE:
+            self._rest = b""  # no record of ours
+        return _records(lines), anew
+
+
+def _records(lines: list[bytes]) -> list[Record]:
+    """What can be read of them: a dashboard shows what there is, and leaves complaints to those who train."""
+    with contextlib.suppress(ValueError, RecursionError):  # all at once is faster, and mostly all are whole
+        together = json.loads(b"[" + b",".join(line for line in lines if line.strip()) + b"]")
+        return [record for record in together if isinstance(record, dict)]
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                found.append(record)
+    return found
+
+
+def sampled(path: Path, count: int) -> list[Record]:
+    """Records from evenly spread places of a long file, in order: a first look at it while the whole is read."""
+    lines: list[bytes] = []
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for place in range(count):
+                file.seek(place * size // count)
+                if place:
+                    file.readline(LONGEST_LINE)  # the rest of a line
+                line = file.readline(LONGEST_LINE)
+                if line.endswith(b"\n") and (not lines or line != lines[-1]):
+                    lines.append(line)
+    except OSError:
+        return []
+    return _records(lines)
+
+
+def last_bytes(path: Path, size: int) -> bytes:
+    """The end of a file, from the beginning of a line on; nothing where there is none."""
+    try:
+        with path.open("rb") as file:
+            whole = os.fstat(file.fileno()).st_size
+            file.seek(max(0, whole - size))
+            data = file.read(size)
+    except OSError:
+        return b""
+    return data if whole <= size else data.partition(b"\n")[2]
+
+
+def last_lines(path: Path, lines: int, size: int = 1 << 16) -> list[str]:
+    """The last lines of a log, as text: whatever was no text shows as such, control characters do not."""
+    text = last_bytes(path, size).decode("utf-8", "replace")
+    return [_visible(line) for line in text.splitlines()[-lines:]]
+
+
+def last_records(path: Path, size: int = 1 << 13) -> list[Record]:
+    """The last records of a JSON-lines file."""
+    return _records(last_bytes(path, size).split(b"\n"))
+
+
+def first_record(path: Path) -> Record:
+    """The first record of a JSON-lines file, or an empty one."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(LONGEST_LINE)
+    except OSError:
+        return {}
+    return next(iter(_records([line])), {})
+
+
+def read_json(path: Path) -> Record:
+    """A JSON object in a file of its own, or an empty one."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _visible(line: str) -> str:
+    """Without the escape sequences and control characters that a log may hold: they would steer a terminal."""
+    return "".join(c for c in line if c == "\t" or c.isprintable())[:2000]
