@@ -68,6 +68,36 @@ def train(
 
 
 @app.command(epilog=_examples(
+    "shardwise node run.yaml --hosts 2 --meet node-1:29400   # the same on both hosts",
+    "shardwise node run.yaml --hosts 6:8 --meet node-1:29400 --restarts 10 train.batch_size=1680",
+))  # fmt: skip
+def node(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    hosts: Annotated[str, typer.Option(metavar="N[:M]", help="Hosts to train on; 2:4 = at least 2, at most 4.")] = "1",
+    meet: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the hosts, with a free port.")
+    ] = "127.0.0.1:29400",
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of this host; default: the run's, or one per GPU.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
+    grace: Annotated[float, typer.Option(min=1, help="Seconds that ranks have to save when they must stop.")] = 300,
+    patience: Annotated[float, typer.Option(min=3, help="Seconds of silence after which a host counts as lost.")] = 15,
+    last_call: Annotated[float, typer.Option(min=0, help="Seconds to wait for more hosts once there are enough.")] = 5,
+    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for enough hosts before giving up.")] = 1800,
+    name: Annotated[str | None, typer.Option(help="This host's name in logs.")] = None,
+    id_: Annotated[str | None, typer.Option("--id", help="Keeps runs apart that meet at one place.")] = None,
+) -> None:
+    """Run this host's part of a run on several hosts; start it on each of them, or let `shardwise launch` do so.
+
+    Hosts may be lost, cut off and come back: the others go on from the last checkpoint, with whoever is there.
+    """
+    from shardwise.launch.node import Asked, run_node
+
+    asked = Asked(hosts, meet, ranks, restarts, grace, patience, last_call, wait, name, id_)
+    raise typer.Exit(run_node(run_file, overrides or [], asked))
+
+
+@app.command(epilog=_examples(
     "shardwise config run.yaml",
     "shardwise config run.yaml train.epochs=3 --json",
     "shardwise config --schema > shardwise.schema.json   # completion and checks in your editor",
