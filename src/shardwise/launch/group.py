@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +67,15 @@ class Group:
                 stream.write(f"--- round {round_}: rank {first + index} of {world} on {seats[place].name}\n".encode())
                 stream.flush()
                 # A session of its own keeps the terminal's Ctrl-C away: the agent passes it on, once.
-                self._children.append(subprocess.Popen(
+                speaks = first + index == 0
+                child = subprocess.Popen(
                     [sys.executable, "-m", "shardwise.launch.rank", str(os.getpid()), *plan.arguments],
-                    env=env, stdin=subprocess.DEVNULL, stdout=None if first + index == 0 else stream, stderr=stream,
+                    env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if speaks else stream, stderr=stream,
                     start_new_session=True,
-                ))  # fmt: skip
+                )  # fmt: skip
+            self._children.append(child)
+            if speaks:
+                threading.Thread(target=_pass_on, args=(child, log), daemon=True).start()
 
     def stop(self) -> bool:
         """Asks the ranks to save and leave, the first time; kills them when the grace is over. True the first time."""
@@ -120,6 +126,18 @@ class Group:
             index = min(bad, key=lambda i: (codes[i] != 2, (codes[i] or 0) >= 0))
             words = _reason(self.logs[index], codes[index] or 0)
         return Ended(tuple(1 if code is None else code for code in codes), words)
+
+
+def _pass_on(child: subprocess.Popen[bytes], log: Path) -> None:
+    """What the first rank says goes to its log and to us; that our reader may have left must not disturb the rank."""
+    assert child.stdout is not None
+    with log.open("ab") as stream:
+        for line in child.stdout:
+            stream.write(line)
+            stream.flush()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
 
 
 def _reason(log: Path, code: int) -> str:

@@ -8,6 +8,7 @@ Every launcher starts one of these on each host. What happens when:
   a rank fails             all start anew from the newest checkpoint, as often as `restarts` allows
   a rank finds a mistake   all end, with its message: starting anew would not help
   SIGTERM or Ctrl-C here   the ranks of all save, and all end
+  the launcher is gone     the ranks of all save, and the others go on without this host (--listen)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -42,6 +44,7 @@ class Settings:
     ranks: int
     wait: float  # seconds without enough hosts after which the host gives up
     output: Path
+    listen: bool = False  # to a launcher, by standard input
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Asked:
     wait: float = 1800.0
     name: str | None = None
     id: str | None = None
+    listen: bool = False
 
 
 class Node:
@@ -73,6 +77,7 @@ class Node:
         self._signals = 0
         now = time.monotonic()
         self._reached, self._idle, self._asked_at = now, now, now
+        self._withdrawn = False
         self._silent = False  # whether it was told that nobody can be reached
 
     def run(self) -> int:
@@ -81,6 +86,8 @@ class Node:
         marker = self._marker(self._report.host)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
+        if self._settings.listen:
+            threading.Thread(target=self._listen, daemon=True).start()
         code = 1
         try:
             code = self._loop()
@@ -97,11 +104,16 @@ class Node:
         return code
 
     def _loop(self) -> int:
-        heard_at = -BEAT
+        place, heard_at = self._settings.place, -BEAT
+        self._say(f"meeting {self._settings.rules.least} or more hosts at {place.host}:{place.port}")
         while True:
             before = self._report
             self._heed_signals()
             self._look_at_ranks()
+            if self._withdrawn and not self._signals:
+                if self._group is None:
+                    return 1
+                self._group.stop()
             now = time.monotonic()
             if self._report != before or now - heard_at >= BEAT:
                 heard_at = now
@@ -233,10 +245,19 @@ class Node:
         return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
     def _say(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} [{self._settings.name}] {text}", flush=True)
+        with contextlib.suppress(OSError):  # whoever listened may be gone
+            print(f"{time.strftime('%H:%M:%S')} [{self._settings.name}] {text}", flush=True)
 
     def _fail(self, text: str) -> None:
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"error: {text}", file=sys.stderr, flush=True)
+
+    def _listen(self) -> None:
+        """A launcher at the other end of our input: it says stop, or is gone."""
+        for line in sys.stdin:
+            if line.strip() == "stop":
+                self._on_signal(signal.SIGTERM, None)
+        self._withdrawn = True
 
 
 def _outcome(group: Group, ended: Ended) -> dict[str, Any]:
@@ -260,7 +281,7 @@ def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
     output = Path(run.output).expanduser().absolute()
     place = Place.parse(asked.meet, asked.id or str(output))
     rules = Rules(hosts.least, hosts.most, asked.patience, asked.last_call, asked.restarts)
-    settings = Settings(asked.name or name_here(), place, rules, ranks, asked.wait, output)
+    settings = Settings(asked.name or name_here(), place, rules, ranks, asked.wait, output, asked.listen)
     arguments = ("train", str(run_file), *overrides)
     return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, {})).run()
 
