@@ -21,7 +21,7 @@ port={port}
 warned=
 stop() {{
     warned=yes
-    kill -TERM "$agents"  # srun passes it on to every node's agent, whose ranks save
+    scancel --signal=TERM "$SLURM_JOB_ID"  # to the agents, whose ranks save; srun would kill them if it got it itself
 }}
 trap stop TERM
 
