@@ -90,6 +90,22 @@ def test_the_keeper_answers_ours_and_survives_others() -> None:
     assert Line(place).ask(Report("a", "a", 1, 1, "waiting")) is None
 
 
+def test_a_port_that_another_program_has_is_told(tmp_path: Path) -> None:
+    file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        meet = f"127.0.0.1:{other.getsockname()[1]}"
+        agent = Agent(file, "--hosts", "2", "--meet", meet, "--ranks", "1", "--patience", "3")
+        assert agent.finish(60) == 2 and "another program listens there" in agent.text
+
+
+def test_nobody_comes(tmp_path: Path) -> None:
+    file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
+    alone = Agent(file, "--hosts", "2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", "--wait", "2")
+    assert alone.finish(60) == 1 and "1 host came within 2 s, at least 2 are needed" in alone.text
+    lost = Agent(file, "--hosts", "2", "--meet", "192.0.2.1:29400", "--ranks", "1", "--wait", "2")
+    assert lost.finish(60) == 1 and "nobody could be reached at 192.0.2.1:29400" in lost.text
+
+
 def test_the_reason_is_of_this_round(tmp_path: Path) -> None:
     log = tmp_path / "rank-3.log"
     log.write_text("--- round 1: x\nerror: old\n--- round 2: y\nnoise\nerror: train.steps: bad\n  → mend it\n")

@@ -31,13 +31,14 @@ def asked(**changes: Any) -> Submission:
 
 def test_the_script() -> None:
     text = Slurm().text(asked(
-        hosts=Hosts(2, 4), gpus=8, minutes=90, partition="train", account="us", env={"A": "it's; rm -rf $HOME"},
-        passed=("TOKEN",), lines=("module load cuda", "#SBATCH --qos=high"),
+        hosts=Hosts(2, 4), gpus=8, gpu="h100", cpus=64, minutes=90, partition="train", account="us",
+        env={"A": "it's; rm -rf $HOME"}, passed=("TOKEN",), lines=("module load cuda", "#SBATCH --qos=high"),
     ))  # fmt: skip
     head, _, body = text.partition("\n\n")
-    for line in ("nodes=2-4", "gpus-per-node=8", "time=90", "partition=train", "account=us", "requeue", "no-kill",
-                 "signal=B:TERM@330", "qos=high", "output=/out/slurm-%j.log"):  # fmt: skip
+    for line in ("nodes=2-4", "gpus-per-node=h100:8", "cpus-per-task=64", "time=90", "partition=train", "account=us",
+                 "requeue", "no-kill", "signal=B:TERM@330", "qos=high", "output=/out/slurm-%j.log"):  # fmt: skip
         assert f"#SBATCH --{line}" in head.splitlines(), line
+    assert "srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task=64" in body
     assert "cd '/my runs' || exit 1" in body and "module load cuda" in body
     assert "export A='it'\"'\"'s; rm -rf $HOME'" in body, "quoted"
     assert "'model='\"'\"'x y'\"'\"''" in body and "--ranks 8" in body and "--hosts 2:4" in body

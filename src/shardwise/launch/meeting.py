@@ -137,7 +137,7 @@ class Meeting:
         if report.state == "mistake" and (member or not self.seats):
             self._end(2, report.words)
         elif report.state == "leaving":
-            self._end(report.code, f"{report.name} was asked to stop")
+            self._end(report.code, report.words or f"{report.name} was asked to stop")
         elif report.state == "failed" and current and self._breaking is None:
             self._failed = (frozenset(seat.host for seat in self.seats), report.step, report.words)
             self._break("kill", f"a rank of {report.name} failed: {report.words}")

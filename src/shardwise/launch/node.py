@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardwise.errors import UserError
 from shardwise.launch.group import Ended, Group, Plan
 from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
 from shardwise.launch.meeting import Answer, Meeting, Report, Rules, Seat
@@ -82,7 +83,10 @@ class Node:
 
     def run(self) -> int:
         """Until the run ends; the exit code."""
-        handled = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's wish
+            numbers.append(signal.SIGHUP)
+        handled = {number: signal.signal(number, self._on_signal) for number in numbers}
         marker = self._marker(self._report.host)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
@@ -132,11 +136,14 @@ class Node:
                 self._say("the others can be reached again")
             self._reached, self._silent = now, False
             return self._obey(answer)
+        place, gone = self._settings.place, now - self._reached
         if self._keeper is None and self._group is None:
-            self._keeper = lead(self._settings.place, Meeting(rules, self._report.host))
+            self._keeper = lead(place, Meeting(rules, self._report.host))
             if self._keeper is not None:
-                self._say(f"hosts meet here: {self._settings.place.host}:{self._settings.place.port}")
-        gone = now - self._reached
+                self._say(f"hosts meet here: {place.host}:{place.port}")
+            elif gone > rules.patience and self._report.state == "waiting" and place.is_here():
+                problem = "another program listens there"
+                raise UserError("--meet", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
         if self._report.state == "done" and gone > GOODBYE:
             return 0  # the ranks of all have finished, or ours could not have
         if self._report.state == "leaving" and self._group is None:
@@ -147,7 +154,6 @@ class Node:
             self._say(f"nobody can be reached for {gone:.0f} s: ranks ended; trying to meet the others again")
             self._silent, self._idle = True, now
         elif self._group is None and now - max(self._idle, self._reached) > self._settings.wait:
-            place = self._settings.place
             self._fail(f"nobody could be reached at {place.host}:{place.port} within {self._settings.wait:g} s")
             return 1
         return None
@@ -167,7 +173,8 @@ class Node:
             return answer.code
         elif self._keeper is not None and time.monotonic() - self._idle > self._settings.wait:
             least = self._settings.rules.least
-            words = f"{answer.there} hosts came within {self._settings.wait:g} s, at least {least} are needed (--wait)"
+            came = f"{answer.there} host{'s' * (answer.there != 1)} came"
+            words = f"{came} within {self._settings.wait:g} s, at least {least} are needed (--wait)"
             self._report = replace(self._report, state="leaving", code=1, words=words)
         return None
 
@@ -219,6 +226,8 @@ class Node:
     def _tell_end(self, answer: Answer) -> None:
         if answer.code == 0:
             self._say("done")
+        elif answer.code > 128:
+            self._say(f"stopped: {answer.words}; the same command goes on from the last checkpoint")
         elif self._keeper is not None or self._report.state == "mistake":
             self._fail(answer.words)
         else:

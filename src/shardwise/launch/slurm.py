@@ -64,6 +64,8 @@ class Slurm:
         head += ["#SBATCH --no-kill"] * (hosts.least < hosts.most)  # the others go on without a node that failed
         head += [line for line in lines if line.startswith("#SBATCH")]
         srun = "--kill-on-bad-exit=0 --wait=0"
+        if asked.cpus is not None:
+            srun += f" --cpus-per-task={asked.cpus}"  # since 22.05 srun does not take it over from the job
         program: tuple[str, ...] = HERE
         if asked.image is not None:  # the pyxis plugin's option, which is what clusters with containers mostly have
             srun += f" --container-image={shlex.quote(asked.image)} --container-mounts={shlex.quote(str(asked.folder))}"
@@ -76,6 +78,8 @@ class Slurm:
 
     def submit(self, asked: Submission, text: str) -> str:
         program = tool("sbatch", "--slurm")
+        if asked.cpus is None and asked.gpus is not None:
+            print("no --cpus given: Slurm's usual is one core for each host", flush=True)
         asked.output.mkdir(parents=True, exist_ok=True)
         # The submitter's environment goes along (it is not in the script): what --env NAME asks for is in it.
         return output_of([program, "--parsable", "--export=ALL"], text).strip().partition(";")[0]
