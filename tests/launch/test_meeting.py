@@ -163,6 +163,14 @@ def test_the_end_comes_when_all_are_done() -> None:
     assert cluster.book.all_told(cluster.now)
 
 
+def test_a_host_lost_behind_the_last_barrier_does_not_matter() -> None:
+    cluster = three()
+    cluster.say("a", state="done")
+    cluster.say("b", state="done")
+    cluster.pass_time(20, "c")
+    assert cluster.say("a").order == "end" and cluster.say("a").code == 0
+
+
 def test_a_keeper_started_anew_counts_on() -> None:
     cluster = three()
     cluster.pass_time(3)

@@ -78,3 +78,21 @@ def test_stopping_the_job_saves(tmp_path: Path, cluster: Any) -> None:
     while status() not in ("stopped", "failed") and time.monotonic() < deadline:
         time.sleep(1)
     assert status() == "stopped" and list((tmp_path / "out/checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_lost_node_is_done_without(tmp_path: Path, cluster: Any) -> None:
+    """Whichever of the two the agents met at: the other goes on, alone."""
+    file = a_run(tmp_path, train__steps=120, checkpoint={"every": 5})
+    words = [file, "--ray", "--hosts", "1:2", "--ranks", "1", "--grace", "20"]
+    process = shardwise(tmp_path, cluster, *words)
+    try:
+        cli.wait_for_step(process, tmp_path / "out", 12, 240)
+        cluster.remove_node(cluster.second, allow_graceful=False)
+        said = process.communicate(timeout=300)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "1 of 2 ranks on 2 hosts" in said and "1 of 1 ranks on 1 hosts" in said and "done: 120 steps" in said
+    assert list(cli.losses(tmp_path / "out")) == list(range(1, 121))

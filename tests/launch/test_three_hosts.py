@@ -84,3 +84,40 @@ def test_one_is_cut_off_and_comes_back(tmp_path: Path, three_hosts: list[Host]) 
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours), "the model is that of an undisturbed resume"
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_meeting_place_is_cut_off_and_an_agent_dies(tmp_path: Path, three_hosts: list[Host]) -> None:
+    """Both must be there: they wait for each other as long as it takes, and go on from the newest checkpoint."""
+    tokenizer_folder(tmp_path / "tokenizer")
+    every = {"every": 5, "keep": 2}
+    run = tiny_run(tmp_path, train__steps=90, parallel__zero=2, timeout="10min", checkpoint=every)
+    file, output = cli.write_run(tmp_path / "run", run), Path(run["output"])
+    meet = ["--hosts", "2", "--meet", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
+    agents = [Agent(file, *meet, "--name", f"host-{n}", inside=host.inside) for n, host in enumerate(three_hosts[:2])]
+    try:
+        cli.wait_for_step(agents[0].process, output, 12)
+        three_hosts[0].cut()
+        agents[1].when("trying to meet the others again")
+        agents[0].when("host-1 (10.214.78.2) has been silent")
+        ranks = cli.rank_processes(agents[1].process)
+        assert cli.all_gone([rank for rank in ranks if "shardwise.launch.rank" in rank.cmdline()])
+        three_hosts[0].mend()
+        agents[0].when("round 2: 1 of 2 ranks on 2 hosts")
+        cli.wait_for_step(agents[0].process, output, cli.steps_done(output) + 10)
+        inner = [p for p in cli.rank_processes(agents[1].process) if "node" in p.cmdline()]
+        below = cli.rank_processes(agents[1].process)
+        for process in inner:
+            process.kill()
+        agents[1].end()
+        assert cli.all_gone(below), "ranks end with their agent"
+        agents.append(Agent(file, *meet, "--name", "host-1", inside=three_hosts[1].inside))
+        agents[0].when("round 3: 1 of 2 ranks on 2 hosts")
+        assert agents[0].finish() == 0 and agents[2].finish() == 0
+    finally:
+        for agent in agents:
+            agent.end()
+        print("\n\n".join(agent.text for agent in agents))
+    assert list(cli.losses(output)) == list(range(1, 91))
+    assert "restart" not in agents[0].text, "lost hosts are no failures of the run"

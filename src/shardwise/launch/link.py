@@ -143,9 +143,9 @@ class Keeper:
         return notes
 
     def finish(self, within: float) -> None:
-        """Waits until every host has been told of the end, then closes."""
+        """Waits until every host has been told of the end, if there is one, then closes."""
         deadline = time.monotonic() + within
-        while time.monotonic() < deadline:
+        while self.meeting.ending is not None and time.monotonic() < deadline:
             with self._lock:
                 if self.meeting.all_told(time.monotonic()):
                     break

@@ -150,9 +150,11 @@ class Meeting:
         """Ends a round that has nothing left, and begins one when enough hosts wait."""
         if self.seats:
             states = [self._state_in_round(seat) for seat in self.seats]
-            if all(state == "done" for state in states):
+            over = self._breaking is not None and "running" not in states
+            # Ranks leave with 0 after a last barrier, behind the export: one host's are enough, if the others' are gone.
+            if all(state == "done" for state in states) or (over and "done" in states):
                 self._end(0, "")
-            elif self._breaking is not None and "running" not in states:
+            elif over:
                 self.seats, self._breaking = (), None
         if self.seats or self.ending is not None:
             return

@@ -207,7 +207,7 @@ class Node:
         if self._report.state == "leaving":
             return
         self._report = replace(self._report, **_outcome(group, ended), port=free_port(), step=self._newest())
-        if self._report.state == "waiting" and group.asked:
+        if self._report.state == "waiting" and group.asked and not group.killed:
             self._say(f"ranks saved and stopped in {time.monotonic() - self._asked_at:.1f} s")
 
     def _heed_signals(self) -> None:
@@ -238,7 +238,7 @@ class Node:
             self._say(note)
 
     def _sees(self, first: Seat) -> bool:
-        deadline = time.monotonic() + SHARED
+        deadline = time.monotonic() + min(SHARED, self._settings.rules.patience / 2)  # we are silent meanwhile
         while not self._marker(first.host).exists():
             if time.monotonic() > deadline:
                 return False
