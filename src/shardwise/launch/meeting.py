@@ -151,7 +151,7 @@ class Meeting:
         if self.seats:
             states = [self._state_in_round(seat) for seat in self.seats]
             over = self._breaking is not None and "running" not in states
-            # Ranks leave with 0 after a last barrier, behind the export: one host's are enough, if the others' are gone.
+            # Ranks leave with 0 after a last barrier, behind the export: one host's are enough if others' are gone.
             if all(state == "done" for state in states) or (over and "done" in states):
                 self._end(0, "")
             elif over:
