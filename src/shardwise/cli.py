@@ -154,6 +154,9 @@ def node(
     wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for enough hosts before giving up.")] = 1800,
     name: Annotated[str | None, typer.Option(help="This host's name in logs.")] = None,
     id_: Annotated[str | None, typer.Option("--id", help="Keeps runs apart that meet at one place.")] = None,
+    withdraw: Annotated[
+        bool, typer.Option("--withdraw", help="SIGTERM takes this host out, and the others go on; default: all end.")
+    ] = False,
     listen: Annotated[bool, typer.Option("--listen", hidden=True, help="Standard input is a launcher's.")] = False,
 ) -> None:
     """Run this host's part of a run on several hosts; start it on each of them, or let `shardwise launch` do so.
@@ -162,7 +165,7 @@ def node(
     """
     from shardwise.launch.node import Asked, run_node
 
-    asked = Asked(hosts, meet, ranks, restarts, grace, patience, last_call, wait, name, id_, listen)
+    asked = Asked(hosts, meet, ranks, restarts, grace, patience, last_call, wait, name, id_, listen, withdraw)
     raise typer.Exit(run_node(run_file, overrides or [], asked))
 
 

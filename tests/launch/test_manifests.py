@@ -64,6 +64,7 @@ def test_the_job(asked: Submission) -> None:
     assert container["workingDir"] == "/outputs" and job["metadata"]["namespace"] == "team"
     script = container["command"][-1]
     assert "--meet my-run-0.my-run:29400" in script and "--hosts 2:4" in script and "export B=1" in script
+    assert "--withdraw" in script
     assert "'model=a '\"'\"'b'\"'\"''" in script and '--name "$HOSTNAME"' in script
     env = {one["name"]: one for one in container["env"]}
     assert env["A"]["value"] == "it's $HOME"

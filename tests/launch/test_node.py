@@ -154,6 +154,30 @@ def test_stopping_one_agent_saves_and_ends_all(tmp_path: Path) -> None:
     assert checkpoint.name == f"step-{last:08d}", "saved where it stopped"
 
 
+@pytest.mark.slow
+def test_a_host_that_withdraws_leaves_the_others_to_go_on(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, train__steps=60, parallel__zero=2)
+    file = cli.write_run(tmp_path / "run", run)
+    meet = ["--hosts", "1:2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", "--withdraw", "--patience", "6"]
+    first = Agent(file, *meet, "--name", "host-0")
+    first.when("hosts meet here")
+    second = Agent(file, *meet, "--name", "host-1")
+    try:
+        first.when("1 of 2 ranks on 2 hosts")
+        cli.wait_for_step(first.process, tmp_path / "out", 5)
+        second.process.send_signal(signal.SIGTERM)
+        assert second.finish(60) == 143
+        first.when("1 of 1 ranks on 1 hosts", after=second.lines[-1][0])
+        assert first.finish(120) == 0
+    finally:
+        first.end()
+        second.end()
+    assert "leaving: the ranks of all hosts save, and the others go on" in second.text
+    saved = min(int(path.name.partition("-")[2]) for path in (tmp_path / "out/checkpoints").glob("step-*"))
+    assert 5 <= saved < 60, "they saved as it left: without that there is no checkpoint before the last"
+    assert list(cli.losses(tmp_path / "out")) == list(range(1, 61))
+
+
 def test_an_output_folder_of_each_hosts_own_is_told(tmp_path: Path) -> None:
     port = free_port()
     several = []

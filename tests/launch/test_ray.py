@@ -91,6 +91,7 @@ def test_a_lost_node_is_done_without(tmp_path: Path, cluster: Any) -> None:
         cli.wait_for_step(process, tmp_path / "out", 12, 240)
         cluster.remove_node(cluster.second, allow_graceful=False)
         said = process.communicate(timeout=300)[0]
+        print(said)
     finally:
         process.kill()
     assert process.returncode == 0, said

@@ -99,7 +99,8 @@ class Kubernetes:
     def _command(self, asked: Submission) -> str:
         lines = [single_line("--line", line) for line in asked.lines]
         meet = f"{asked.name}-0.{asked.name}:{asked.port or PORT}"
-        node = asked.node(INSTALLED, "--id", asked.name, "--meet", meet, file=RUN)
+        # A pod that is evicted saves and leaves; when the Job is deleted all of them do.
+        node = asked.node(INSTALLED, "--id", asked.name, "--meet", meet, "--withdraw", file=RUN)
         return "\n".join([*lines, f'exec {node} --name "$HOSTNAME"'])
 
     def submit(self, asked: Submission, text: str) -> str:

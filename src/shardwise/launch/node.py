@@ -8,7 +8,8 @@ Every launcher starts one of these on each host. What happens when:
   a rank fails             all start anew from the newest checkpoint, as often as `restarts` allows
   a rank finds a mistake   all end, with its message: starting anew would not help
   SIGTERM or Ctrl-C here   the ranks of all save, and all end
-  the launcher is gone     the ranks of all save, and the others go on without this host (--listen)
+  SIGTERM with --withdraw  the ranks of all save, and the others go on without this host: for hosts that are taken away
+  the launcher is gone     the same (--listen)
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Settings:
     wait: float  # seconds without enough hosts after which the host gives up
     output: Path
     listen: bool = False  # to a launcher, by standard input
+    withdraw: bool = False  # on SIGTERM this host leaves, not all
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Asked:
     name: str | None = None
     id: str | None = None
     listen: bool = False
+    withdraw: bool = False
 
 
 class Node:
@@ -116,8 +119,9 @@ class Node:
             self._look_at_ranks()
             if self._withdrawn and not self._signals:
                 if self._group is None:
-                    return 1
-                self._group.stop()
+                    return 128 + signal.SIGTERM
+                if self._group.stop():
+                    self._say("leaving: the ranks of all hosts save, and the others go on")
             now = time.monotonic()
             if self._report != before or now - heard_at >= BEAT:
                 heard_at = now
@@ -221,6 +225,9 @@ class Node:
             self._group.kill() if again else self._group.stop()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self._settings.withdraw and not self._withdrawn:
+            self._withdrawn = True
+            return
         self._signals = number if not self._signals else 100 + number
 
     def _tell_end(self, answer: Answer) -> None:
@@ -290,7 +297,9 @@ def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
     output = Path(run.output).expanduser().absolute()
     place = Place.parse(asked.meet, asked.id or str(output))
     rules = Rules(hosts.least, hosts.most, asked.patience, asked.last_call, asked.restarts)
-    settings = Settings(asked.name or name_here(), place, rules, ranks, asked.wait, output, asked.listen)
+    settings = Settings(
+        asked.name or name_here(), place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw
+    )
     arguments = ("train", str(run_file), *overrides)
     return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, {})).run()
 
