@@ -6,7 +6,7 @@ they report, and forgets those that have been silent for too long, by its own cl
 
 Torch's elastic agent and rendezvous do a related thing. They are not used here because they start a user's mistake anew
 like any other failure, learn of a lost host only when a collective times out (10 minutes, where a missed report takes
-seconds), wait on a cut link without an end, and give ranks 30 s to save, whatever they have to save.
+seconds), and give ranks 30 s to save when hosts change, whatever they have to save.
 
 No sockets and no clock in here: `link` brings the reports, with the time.
 """
