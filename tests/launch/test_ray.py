@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_stopping_the_job_saves(tmp_path: Path, cluster: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_lost_node_is_done_without(tmp_path: Path, cluster: Any) -> None:
-    """Whichever of the two the agents met at: the other goes on, alone."""
+    """The head, where the agents met, goes on alone."""
     file = a_run(tmp_path, train__steps=120, checkpoint={"every": 5})
     words = [file, "--ray", "--hosts", "1:2", "--ranks", "1", "--grace", "20"]
     process = shardwise(tmp_path, cluster, *words)
@@ -97,3 +98,40 @@ def test_a_lost_node_is_done_without(tmp_path: Path, cluster: Any) -> None:
     assert process.returncode == 0, said
     assert "1 of 2 ranks on 2 hosts" in said and "1 of 1 ranks on 1 hosts" in said and "done: 120 steps" in said
     assert list(cli.losses(tmp_path / "out")) == list(range(1, 121))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_another_node_takes_over_the_meeting(tmp_path: Path) -> None:
+    """The head has no room for agents, and the node that they met at is lost."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    port = free_port()
+    made = Cluster(initialize_head=True, head_node_args={
+        "num_cpus": 0, "include_dashboard": True, "dashboard_port": port, "dashboard_host": "127.0.0.1",
+    })  # fmt: skip
+    made.dashboard = f"http://127.0.0.1:{port}"
+    lines: list[str] = []
+    try:
+        workers = [made.add_node(num_cpus=1) for _ in range(2)]
+        made.wait_for_nodes()
+        file = a_run(tmp_path, train__steps=80, checkpoint={"every": 5})
+        process = shardwise(tmp_path, made, file, "--ray", "--hosts", "1:2", "--ranks", "1", "--grace", "20")
+        assert process.stdout is not None
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+        reader.start()
+        deadline = time.monotonic() + 240
+        while cli.steps_done(tmp_path / "out") < 12:
+            assert process.poll() is None and time.monotonic() < deadline, "".join(lines)
+            time.sleep(0.2)
+        first = next(line for line in lines if "hosts meet here" in line).partition("[node-0-")[2][:6]
+        made.remove_node(next(one for one in workers if one.node_id.startswith(first)), allow_graceful=False)
+        assert process.wait(240) == 0, "".join(lines)
+        reader.join(5)
+    finally:
+        print("".join(lines))
+        made.shutdown()
+    said = "".join(lines)
+    assert said.count("hosts meet here") == 2 and "done: 80 steps" in said
+    assert list(cli.losses(tmp_path / "out")) == list(range(1, 81))

@@ -17,6 +17,7 @@ from typing import Any
 
 POLL = 1.0
 AWAY = 20.0  # seconds for agents to end that have lost the place where they met
+HEAD = "node:__internal_head__"  # a resource that Ray gives the head alone
 LOST = -1  # the node where the agents meet is gone: all begin anew elsewhere
 
 
@@ -123,7 +124,9 @@ def _nodes(spec: dict[str, Any]) -> list[str]:
         has = node["Resources"]
         return bool(node["Alive"]) and has.get("CPU", 0) >= spec["cpus"] and has.get("GPU", 0) >= spec["gpus"]
 
-    return [node["NodeID"] for node in ray.nodes() if fits(node)]
+    # The cluster's head first, where it can take part: without it there is no cluster, so they may as well meet there.
+    nodes = sorted(ray.nodes(), key=lambda node: HEAD not in node["Resources"])
+    return [node["NodeID"] for node in nodes if fits(node)]
 
 
 def _start(spec: dict[str, Any], node: str, meet: str, number: int) -> tuple[Any, str] | None:
