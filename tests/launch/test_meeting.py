@@ -141,7 +141,8 @@ def test_a_mistake_ends_all_with_its_message() -> None:
 def test_a_newcomers_mistake_is_its_own() -> None:
     cluster = three()
     cluster.come("d")
-    assert cluster.say("d", state="mistake", words="output").order == "end"
+    answer = cluster.say("d", state="mistake", words="output")
+    assert answer.order == "end" and answer.alone
     assert cluster.say("a").order == "run"
 
 

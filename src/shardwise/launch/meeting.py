@@ -67,6 +67,7 @@ class Answer:
     code: int = 0
     words: str = ""
     there: int = 0  # hosts that have come, for those that wait
+    alone: bool = False  # the end is this host's, and the others go on
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -224,7 +225,7 @@ class Meeting:
             self._told.add(report.host)
             return Answer("end", self.round, code=code, words=words)
         if report.state == "mistake":  # of a newcomer: the others go on without it
-            return Answer("end", self.round, code=2, words=report.words)
+            return Answer("end", self.round, code=2, words=report.words, alone=True)
         member = any(seat.host == report.host for seat in self.seats)
         if report.state == "running":
             if not member or report.round != self.round:

@@ -235,7 +235,7 @@ class Node:
             self._say("done")
         elif answer.code > 128:
             self._say(f"stopped: {answer.words}; the same command goes on from the last checkpoint")
-        elif self._keeper is not None or self._report.state == "mistake":
+        elif self._keeper is not None or answer.alone:  # one host tells what all ended of
             self._fail(answer.words)
         else:
             self._say(f"ended: {answer.words.splitlines()[0] if answer.words else ''}")
