@@ -130,6 +130,108 @@ def watch(
 
 
 @app.command(epilog=_examples(
+    "shardwise launch run.yaml --slurm --hosts 4 --gpus 8 --time 12h --partition train",
+    "shardwise launch run.yaml --slurm --hosts 6:8 --gpus 8 --dry-run > job.sh   # to read, or to change",
+    "shardwise launch run.yaml --ssh node-1,node-2 train.epochs=3   # or a file with one host per line",
+    "shardwise launch run.yaml --k8s --hosts 2 --gpus 8 --image registry/shardwise:1 --volume outputs:/outputs",
+    "shardwise launch run.yaml --ray --hosts 2:4 --address http://head:8265",
+    "shardwise launch run.yaml --sky --hosts 2 --gpus 8 --gpu H100",
+    "shardwise launch --status slurm:1234",
+    "shardwise launch --cancel slurm:1234",
+))  # fmt: skip
+def launch(
+    run_file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="The description of the run.")] = None,
+    overrides: Overrides = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="As a Slurm job.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="As a job of a Ray cluster.")] = False,
+    k8s: Annotated[bool, typer.Option("--k8s", help="As an Indexed Job of Kubernetes, by kubectl.")] = False,
+    sky: Annotated[bool, typer.Option("--sky", help="As a SkyPilot task.")] = False,
+    ssh: Annotated[str | None, typer.Option(metavar="HOSTS", help="By ssh, on a,b,c or those of a file.")] = None,
+    hosts: Annotated[str, typer.Option(metavar="N[:M]", help="2:4 = at least 2, at most 4; default 1.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted.")] = False,
+    follow: Annotated[bool, typer.Option(help="Show its log until it ends.")] = True,
+    cancel: Annotated[str | None, typer.Option(metavar="ID", help="End a launched run; it saves first.")] = None,
+    status: Annotated[str | None, typer.Option(metavar="ID", help="Show how a launched run stands.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Of each host.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Which, as the cluster calls it: SkyPilot needs it.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of each host; default: its GPUs.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="Of each host.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each host, as the scheduler writes it (64G, 64Gi).")] = None,
+    time_: Annotated[str | None, typer.Option("--time", help="Longest time, e.g. 12h; it saves before.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition; the namespace of Kubernetes.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm's account; Kubernetes' service account.")] = None,
+    image: Annotated[str | None, typer.Option(help="Container with shardwise in it.")] = None,
+    volume: Annotated[str | None, typer.Option(metavar="CLAIM:PATH", help="Kubernetes: where the output goes.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="NAME alone is not written down. Repeatable.")
+    ] = None,
+    line: Annotated[
+        list[str] | None, typer.Option(help="Of the script, before the start; #SBATCH … too. Repeatable.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The job's name; default: the output folder's.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of Ray's dashboard; for ssh: where the hosts meet.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where the hosts meet.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
+    grace: Annotated[int, typer.Option(min=1, help="Seconds that ranks have to save when they must stop.")] = 300,
+) -> None:
+    """Launch a run on several hosts: Slurm, ssh, Ray, Kubernetes or SkyPilot start `shardwise node` on each.
+
+    Hosts may come and go between the least and the most; docs/launch.md tells how.
+    """
+    from shardwise.launch import command
+
+    if status is not None:
+        print(command.status(status, address))
+        return
+    if cancel is not None:
+        print(command.cancel(cancel, address))
+        return
+    if run_file is None:
+        raise UserError("RUN.yaml", None, "is needed", "shardwise launch RUN.yaml --slurm --hosts 2")
+    way = command.Ways(slurm, ray, k8s, sky, ssh).chosen()
+    asked = command.prepare(
+        run_file, overrides or [], hosts, ssh, env=env or [], time=time_, name=name, gpus=gpus, gpu=gpu, ranks=ranks,
+        cpus=cpus, memory=memory, partition=partition, account=account, image=image, volume=volume,
+        lines=tuple(line or ()), address=address, port=port, restarts=restarts, grace=grace,
+    )  # fmt: skip
+    raise typer.Exit(command.launch(way, asked, dry_run, follow))
+
+
+@app.command(epilog=_examples(
+    "shardwise node run.yaml --hosts 2 --meet node-1:29400   # the same on both hosts",
+    "shardwise node run.yaml --hosts 6:8 --meet node-1:29400 --restarts 10 train.batch_size=1680",
+))  # fmt: skip
+def node(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    hosts: Annotated[str, typer.Option(metavar="N[:M]", help="Hosts to train on; 2:4 = at least 2, at most 4.")] = "1",
+    meet: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the hosts, with a free port.")
+    ] = "127.0.0.1:29400",
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of this host; default: the run's, or one per GPU.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
+    grace: Annotated[float, typer.Option(min=1, help="Seconds that ranks have to save when they must stop.")] = 300,
+    patience: Annotated[float, typer.Option(min=3, help="Seconds of silence after which a host counts as lost.")] = 15,
+    last_call: Annotated[float, typer.Option(min=0, help="Seconds to wait for more hosts once there are enough.")] = 5,
+    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for enough hosts before giving up.")] = 1800,
+    name: Annotated[str | None, typer.Option(help="This host's name in logs.")] = None,
+    id_: Annotated[str | None, typer.Option("--id", help="Keeps runs apart that meet at one place.")] = None,
+    withdraw: Annotated[
+        bool, typer.Option("--withdraw", help="SIGTERM takes this host out, and the others go on; default: all end.")
+    ] = False,
+    listen: Annotated[bool, typer.Option("--listen", hidden=True, help="Standard input is a launcher's.")] = False,
+) -> None:
+    """Run this host's part of a run on several hosts; start it on each of them, or let `shardwise launch` do so.
+
+    Hosts may be lost, cut off and come back: the others go on from the last checkpoint, with whoever is there.
+    """
+    from shardwise.launch.node import Asked, run_node
+
+    asked = Asked(hosts, meet, ranks, restarts, grace, patience, last_call, wait, name, id_, listen, withdraw)
+    raise typer.Exit(run_node(run_file, overrides or [], asked))
+
+
+@app.command(epilog=_examples(
     "shardwise config run.yaml",
     "shardwise config run.yaml train.epochs=3 --json",
     "shardwise config --schema > shardwise.schema.json   # completion and checks in your editor",

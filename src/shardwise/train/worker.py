@@ -35,8 +35,10 @@ def logs_of(output: Path) -> Path:
     return output / "logs"
 
 
-def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: None) -> Outcome:
-    """Trains as the rank that the environment describes."""
+def run_rank(
+    job: Job, status: Status, say: Callable[[str], None] = lambda _: None, supervised: bool = False
+) -> Outcome:
+    """Trains as the rank that the environment describes; `supervised` by one that reads its last note (local.py)."""
     import torch
     import torch.distributed as dist
 
@@ -50,7 +52,7 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     status.set("meeting the other ranks")
     world = init_world(job.run)
     logs, attempt = logs_of(job.output), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    tell = partial(_last_words, logs / f"rank-{world.rank}.error.json", world.rank, status)
+    tell = partial(_last_words, logs / f"rank-{world.rank}.error.json", world.rank, status, not supervised)
     watchdog = Watchdog(world, status, job.run.timeout, logs, partial(tell, "stall"), attempt)
     parts: Parts | None = None
     host = HostWatch(partial(tell, "run")) if world.local_rank == 0 else nullcontext()
@@ -65,11 +67,11 @@ def run_rank(job: Job, status: Status, say: Callable[[str], None] = lambda _: No
     return outcome
 
 
-def _last_words(note: Path, rank: int, status: Status, kind: str, verdict: str) -> None:
-    """Of a thread that ends this rank: for the supervisor in a note, under torchrun's agent on the terminal."""
+def _last_words(note: Path, rank: int, status: Status, aloud: bool, kind: str, verdict: str) -> None:
+    """Of a thread that ends this rank: for the supervisor in a note, under another agent on the terminal."""
     told = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": verdict}
     note.write_text(json.dumps(told | {"time": time.time(), "memory": False}))
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if aloud:
         print(f"error: {verdict}", file=sys.stderr, flush=True)
 
 
@@ -101,7 +103,7 @@ def main(job_file: Path, parent: int) -> NoReturn:
     status = Status(logs / f"rank-{rank}.status")
     code = 0
     try:
-        outcome = run_rank(read_job(job_file), status, lambda text: print(f"  {text}", flush=True))
+        outcome = run_rank(read_job(job_file), status, lambda text: print(f"  {text}", flush=True), supervised=True)
         code = 128 + outcome.stopped_by if outcome.stopped_by else 0
     except BaseException as error:
         traceback.print_exc()

@@ -1,0 +1,158 @@
+"""The ranks of one host in one round: started, watched, asked to save and stop, or killed; each with its log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.launch.meeting import Seat
+
+POLL = 0.05
+TAIL = 4000  # bytes at the end of a log in which the reason of a failure is looked for
+ASKED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)  # ends of ranks that were asked to save and stop
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank of this host runs, whatever the round."""
+
+    arguments: tuple[str, ...]  # of `shardwise`
+    logs: Path
+    threads: int
+    grace: float  # seconds that ranks have to save
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a host's ranks ended: the codes, and of the one to blame its number and last words."""
+
+    codes: tuple[int, ...]
+    words: str = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether they ended as asked (or as other hosts' ranks were)."""
+        return all(code in ASKED for code in self.codes) and any(self.codes)
+
+
+class Group:
+    """Running ranks."""
+
+    def __init__(self, plan: Plan, round_: int, seats: tuple[Seat, ...], place: int, interface: str | None) -> None:
+        self._plan, self.round, self.killed = plan, round_, False
+        self._deadline: float | None = None
+        first = sum(seat.ranks for seat in seats[:place])
+        world, local = sum(seat.ranks for seat in seats), seats[place].ranks
+        plan.logs.mkdir(parents=True, exist_ok=True)
+        shared = {
+            "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": seats[0].address,
+            "MASTER_PORT": str(seats[0].port), "GROUP_RANK": str(place), "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        self.logs = [plan.logs / f"rank-{first + index}.log" for index in range(local)]
+        self._children: list[subprocess.Popen[bytes]] = []
+        for index, log in enumerate(self.logs):
+            env = os.environ | plan.env | shared | {"RANK": str(first + index), "LOCAL_RANK": str(index)}
+            env.setdefault("OMP_NUM_THREADS", str(plan.threads))
+            if interface is not None:
+                env.setdefault("GLOO_SOCKET_IFNAME", interface)
+            with log.open("ab") as stream:
+                stream.write(f"--- round {round_}: rank {first + index} of {world} on {seats[place].name}\n".encode())
+                stream.flush()
+                # A session of its own keeps the terminal's Ctrl-C away: the agent passes it on, once.
+                speaks = first + index == 0
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "shardwise.launch.rank", str(os.getpid()), *plan.arguments],
+                    env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if speaks else stream, stderr=stream,
+                    start_new_session=True,
+                )  # fmt: skip
+            self._children.append(child)
+            if speaks:
+                threading.Thread(target=_pass_on, args=(child, log), daemon=True).start()
+
+    def stop(self) -> bool:
+        """Asks the ranks to save and leave, the first time; kills them when the grace is over. True the first time."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._plan.grace
+            for child in self._children:
+                if child.poll() is None:
+                    child.terminate()
+            return True
+        if time.monotonic() > self._deadline and not self.killed:
+            self.kill()
+        return False
+
+    @property
+    def asked(self) -> bool:
+        """Whether they were asked to stop."""
+        return self._deadline is not None
+
+    def kill(self) -> None:
+        """Ends them at once."""
+        self.killed = True
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+        for child in self._children:
+            child.wait()
+
+    def poll(self) -> Ended | None:
+        """How they ended; when one fails the others have a moment to say why and are killed. None while they run."""
+        codes = [child.poll() for child in self._children]
+        if None not in codes:
+            return self._ended()
+        if any(code not in (None, *ASKED) for code in codes):
+            deadline = time.monotonic() + 3.0
+            while time.monotonic() < deadline and any(child.poll() is None for child in self._children):
+                time.sleep(POLL)
+            blamed = self._ended()
+            self.kill()
+            return blamed
+        return None
+
+    def _ended(self) -> Ended:
+        codes = [child.poll() for child in self._children]
+        bad = [index for index, code in enumerate(codes) if code not in (None, *ASKED)]
+        words = ""
+        if bad:
+            # A mistake before a crash, a killed rank before those that lost it.
+            index = min(bad, key=lambda i: (codes[i] != 2, (codes[i] or 0) >= 0))
+            words = _reason(self.logs[index], codes[index] or 0)
+        return Ended(tuple(1 if code is None else code for code in codes), words)
+
+
+def _pass_on(child: subprocess.Popen[bytes], log: Path) -> None:
+    """What the first rank says goes to its log and to us; that our reader may have left must not disturb the rank."""
+    assert child.stdout is not None
+    with log.open("ab") as stream:
+        for line in child.stdout:
+            stream.write(line)
+            stream.flush()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
+
+
+def _reason(log: Path, code: int) -> str:
+    """The last words of a rank: its message if it left one."""
+    if code < 0:
+        return f"{log.stem} was killed by {signal.Signals(-code).name} (log: {log})"
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - TAIL))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        text = ""
+    lines = text.rpartition("--- round ")[2].splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    if starts:
+        return "\n".join([lines[starts[-1]].removeprefix("error: "), *lines[starts[-1] + 1 :]])
+    last = next((line for line in reversed(lines) if line and not line.startswith(" ")), f"exit code {code}")
+    return f"{log.stem}: {last} (log: {log})"

@@ -1,0 +1,157 @@
+"""Kubernetes: an Indexed Job and a headless Service, which every cluster has; no operator is needed.
+
+The pod with index 0 is where the agents meet: the Service gives it a name that outlives the pod. RUN.yaml travels as a
+ConfigMap. A mistake (exit code 2) fails the Job at once; whatever else ends a pod has it started again.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import PurePosixPath
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.launch.submission import INSTALLED, PORT, Submission, as_yaml, output_of, single_line, tool
+
+TRIES = 6  # times that each pod is started again
+RUN = "/etc/shardwise/run.yaml"
+GPU = "nvidia.com/gpu"
+
+
+class Kubernetes:
+    """kubectl apply, logs, delete."""
+
+    def text(self, asked: Submission) -> str:
+        name = asked.name
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", name):
+            raise UserError("--name", name, "is no name for Kubernetes", "use small letters, digits and -, at most 52")
+        if asked.image is None:
+            raise UserError("--image", None, "is needed with --k8s", "name a container image that has shardwise")
+        labels = {"app.kubernetes.io/name": "shardwise", "app.kubernetes.io/instance": name}
+        where = {"namespace": asked.partition} if asked.partition else {}
+        meta = {"name": name, **where, "labels": labels}
+        run = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta}
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {
+            "clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True,  # they meet before
+            "ports": [{"name": "meet", "port": asked.port or PORT}],
+        }}  # fmt: skip
+        job: dict[str, Any] = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": meta,
+            "spec": self._job(asked, labels),
+        }
+        text = asked.run_file.read_text()
+        return as_yaml(run | {"data": {"run.yaml": text}}, service, job)
+
+    def _job(self, asked: Submission, labels: dict[str, str]) -> dict[str, Any]:
+        most = asked.hosts.most
+        spec: dict[str, Any] = {
+            "completionMode": "Indexed", "completions": most, "parallelism": most, "backoffLimit": TRIES * most,
+            "podFailurePolicy": {"rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
+            ]},
+        }  # fmt: skip
+        if asked.minutes is not None:
+            spec["activeDeadlineSeconds"] = asked.minutes * 60
+        if asked.hosts.least < most:  # the run may end while some pods still wait for a place
+            spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
+        return spec | {"template": {"metadata": {"labels": labels}, "spec": self._pod(asked)}}
+
+    def _pod(self, asked: Submission) -> dict[str, Any]:
+        limits: dict[str, Any] = {GPU: asked.gpus} if asked.gpus else {}
+        requests = {key: value for key, value in (("cpu", asked.cpus), ("memory", asked.memory)) if value is not None}
+        mounts = [
+            {"name": "run", "mountPath": str(PurePosixPath(RUN).parent), "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ]
+        volumes: list[dict[str, Any]] = [
+            {"name": "run", "configMap": {"name": asked.name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL and data workers need more than the usual 64 MB
+        ]
+        secrets = [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": asked.name, "key": name}}} for name in asked.passed
+        ]
+        container: dict[str, Any] = {
+            "name": "node", "image": asked.image, "command": ["/bin/sh", "-c", self._command(asked)],
+            "ports": [{"name": "meet", "containerPort": asked.port or PORT}],
+            "env": [{"name": name, "value": value} for name, value in asked.env.items()] + secrets,
+            "resources": {"limits": limits | {k: str(v) for k, v in requests.items()}}, "volumeMounts": mounts,
+        }  # fmt: skip
+        claim, path = _claim(asked)
+        if claim is not None:
+            mounts.append({"name": "output", "mountPath": path})
+            volumes.append({"name": "output", "persistentVolumeClaim": {"claimName": claim}})
+            container["workingDir"] = path
+        pod: dict[str, Any] = {
+            "restartPolicy": "Never", "subdomain": asked.name, "containers": [container], "volumes": volumes,
+            "terminationGracePeriodSeconds": asked.grace + 30,
+        }  # fmt: skip
+        if asked.account:
+            pod["serviceAccountName"] = asked.account
+        if asked.gpu:
+            pod["nodeSelector"] = {"nvidia.com/gpu.product": asked.gpu}
+        return pod
+
+    def _command(self, asked: Submission) -> str:
+        lines = [single_line("--line", line) for line in asked.lines]
+        meet = f"{asked.name}-0.{asked.name}:{asked.port or PORT}"
+        # A pod that is evicted saves and leaves; when the Job is deleted all of them do.
+        node = asked.node(INSTALLED, "--id", asked.name, "--meet", meet, "--withdraw", file=RUN)
+        return "\n".join([*lines, f'exec {node} --name "$HOSTNAME"'])
+
+    def submit(self, asked: Submission, text: str) -> str:
+        output_of([tool("kubectl", "--k8s"), "create", "-f", "-"], text)
+        return f"{asked.partition}.{asked.name}" if asked.partition else asked.name
+
+    def follow(self, identity: str, asked: Submission) -> int:
+        kubectl, (name, where) = tool("kubectl", "--k8s"), _found(identity)
+        first = f"batch.kubernetes.io/job-name={name},batch.kubernetes.io/job-completion-index=0"
+        while True:  # a pod that is started again has a log of its own
+            phases = output_of([kubectl, *where, "get", "pods", "-l", first, "-o", "jsonpath={.items[*].status.phase}"])
+            if "Running" in phases:
+                subprocess.run([kubectl, *where, "logs", "-f", "--tail=-1", "-l", first], check=False)
+            said = self.status(identity)
+            if "Complete" in said or "Failed" in said:
+                print(f"k8s:{identity} has ended: {said}", flush=True)
+                return 0 if "Complete" in said else 1
+            time.sleep(2)
+
+    def cancel(self, identity: str) -> None:
+        name, where = _found(identity)
+        kinds = [f"{kind}/{name}" for kind in ("job", "service", "configmap")]
+        output_of([tool("kubectl", "--k8s"), *where, "delete", "--wait=false", *kinds])
+
+    def status(self, identity: str) -> str:
+        name, where = _found(identity)
+        figures = "{.status.active} active, {.status.succeeded} succeeded, {.status.failed} failed"
+        path = f"jsonpath={figures}" + "{range .status.conditions[*]}, {.type}{end}"
+        return output_of([tool("kubectl", "--k8s"), *where, "get", "job", name, "-o", path]).strip()
+
+
+def _found(identity: str) -> tuple[str, list[str]]:
+    namespace, dot, name = identity.rpartition(".")
+    return name, ["-n", namespace] if dot else []
+
+
+def _claim(asked: Submission) -> tuple[str | None, str]:
+    """The volume for the output, which has to be one: pods' own disks are not shared, and end with them."""
+    written = PurePosixPath(asked.written)
+    if asked.volume is None:
+        if asked.hosts.most > 1:
+            problem, remedy = (
+                "is needed: hosts share the output folder",
+                "write --volume CLAIM:PATH, e.g. outputs:/outputs",
+            )
+            raise UserError("--volume", None, problem, remedy)
+        return None, "/"
+    claim, _, path = asked.volume.partition(":")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not path.startswith("/"):
+        raise UserError("--volume", asked.volume, "is no claim and path", "write CLAIM:PATH, e.g. outputs:/outputs")
+    if written.is_absolute() and not written.is_relative_to(path):
+        problem = f"is not on the volume, which is at {path}"
+        raise UserError("output", asked.written, problem, f"use a relative folder, or one below {path}")
+    return claim, path

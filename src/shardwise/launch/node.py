@@ -1,0 +1,318 @@
+"""A host's agent: meets the others, runs this host's ranks with them, and meets again whenever the hosts change.
+
+Every launcher starts one of these on each host. What happens when:
+
+  a host joins             the ranks of all save (SIGTERM), and all start anew with it from that checkpoint
+  a host is lost           the others' ranks are killed, for they wait for it in vain; all start anew without it
+  this host is cut off     its ranks are killed before the others start anew; it tries to meet them until it can
+  a rank fails             all start anew from the newest checkpoint, as often as `restarts` allows
+  a rank finds a mistake   all end, with its message: starting anew would not help
+  SIGTERM or Ctrl-C here   the ranks of all save, and all end
+  SIGTERM with --withdraw  the ranks of all save, and the others go on without this host: for hosts that are taken away
+  the launcher is gone     the same (--listen)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.launch.group import Ended, Group, Plan
+from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
+from shardwise.launch.meeting import Answer, Meeting, Report, Rules, Seat
+
+TICK, BEAT = 0.1, 1.0  # seconds between looks at the ranks, and between reports
+SHARED = 8.0  # seconds for another host's file to appear in the output folder
+GOODBYE = 10.0  # seconds that a finished host tries to hear that all others have finished too
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and with whom."""
+
+    name: str
+    place: Place
+    rules: Rules
+    ranks: int
+    wait: float  # seconds without enough hosts after which the host gives up
+    output: Path
+    listen: bool = False  # to a launcher, by standard input
+    withdraw: bool = False  # on SIGTERM this host leaves, not all
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options."""
+
+    hosts: str
+    meet: str
+    ranks: int | None = None
+    restarts: int = 3
+    grace: float = 300.0
+    patience: float = 15.0
+    last_call: float = 5.0
+    wait: float = 1800.0
+    name: str | None = None
+    id: str | None = None
+    listen: bool = False
+    withdraw: bool = False
+
+
+class Node:
+    """The agent's loop and what it knows."""
+
+    def __init__(self, settings: Settings, plan: Plan) -> None:
+        self._settings, self._plan = settings, plan
+        self._line = Line(settings.place)
+        self._keeper: Keeper | None = None
+        self._group: Group | None = None
+        host = f"{settings.name}-{uuid.uuid4().hex[:8]}"
+        self._report = Report(host, settings.name, settings.ranks, free_port(), "waiting")
+        self._signals = 0
+        now = time.monotonic()
+        self._reached, self._idle, self._asked_at = now, now, now
+        self._withdrawn = False
+        self._silent = False  # whether it was told that nobody can be reached
+
+    def run(self) -> int:
+        """Until the run ends; the exit code."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's wish
+            numbers.append(signal.SIGHUP)
+        handled = {number: signal.signal(number, self._on_signal) for number in numbers}
+        marker = self._marker(self._report.host)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        if self._settings.listen:
+            threading.Thread(target=self._listen, daemon=True).start()
+        code = 1
+        try:
+            code = self._loop()
+        finally:
+            if self._group is not None:
+                self._group.kill()
+            if self._keeper is not None:
+                self._keeper.finish(self._settings.rules.patience + (self._plan.grace if code not in (0, 2) else 0))
+            with contextlib.suppress(OSError):
+                marker.unlink()
+                marker.parent.rmdir()
+            for number, handler in handled.items():
+                signal.signal(number, handler)
+        return code
+
+    def _loop(self) -> int:
+        place, heard_at = self._settings.place, -BEAT
+        self._say(f"meeting {self._settings.rules.least} or more hosts at {place.host}:{place.port}")
+        while True:
+            before = self._report
+            self._heed_signals()
+            self._look_at_ranks()
+            if self._withdrawn and not self._signals:
+                if self._group is None:
+                    return 128 + signal.SIGTERM
+                if self._group.stop():
+                    self._say("leaving: the ranks of all hosts save, and the others go on")
+            now = time.monotonic()
+            if self._report != before or now - heard_at >= BEAT:
+                heard_at = now
+                code = self._confer()
+                if code is not None:
+                    return code
+            time.sleep(TICK)
+
+    def _confer(self) -> int | None:
+        """Reports, and does as it is told; the exit code once all is over."""
+        answer = self._line.ask(self._report)
+        self._tell_notes()
+        now, rules = time.monotonic(), self._settings.rules
+        if answer is not None:
+            if self._silent:
+                self._say("the others can be reached again")
+            self._reached, self._silent = now, False
+            return self._obey(answer)
+        place, gone = self._settings.place, now - self._reached
+        if self._keeper is None and self._group is None:
+            self._keeper = lead(place, Meeting(rules, self._report.host))
+            if self._keeper is not None:
+                self._say(f"hosts meet here: {place.host}:{place.port}")
+            elif gone > rules.patience and self._report.state == "waiting" and place.is_here():
+                problem = "another program listens there"
+                raise UserError("--meet", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
+        if self._report.state == "done" and gone > GOODBYE:
+            return 0  # the ranks of all have finished, or ours could not have
+        if self._report.state == "leaving" and self._group is None:
+            return self._report.code
+        # Sooner than the keeper starts anew without us: two worlds must never write at the same time.
+        if self._group is not None and gone > rules.patience * 2 / 3:
+            self._group.kill()
+            self._say(f"nobody can be reached for {gone:.0f} s: ranks ended; trying to meet the others again")
+            self._silent, self._idle = True, now
+        elif self._group is None and now - max(self._idle, self._reached) > self._settings.wait:
+            self._fail(f"nobody could be reached at {place.host}:{place.port} within {self._settings.wait:g} s")
+            return 1
+        return None
+
+    def _obey(self, answer: Answer) -> int | None:
+        if self._group is not None:
+            if answer.order == "stop" and self._group.stop():  # again and again: it kills when the grace is over
+                self._asked_at = time.monotonic()
+                self._say("asked the ranks to save and stop")
+            elif answer.order == "kill" and not self._group.killed:
+                self._group.kill()
+                self._say("ranks ended: they cannot go on without the others")
+        elif answer.order == "run":
+            self._start(answer)
+        elif answer.order == "end":
+            self._tell_end(answer)
+            return answer.code
+        elif self._keeper is not None and time.monotonic() - self._idle > self._settings.wait:
+            least = self._settings.rules.least
+            came = f"{answer.there} host{'s' * (answer.there != 1)} came"
+            words = f"{came} within {self._settings.wait:g} s, at least {least} are needed (--wait)"
+            self._report = replace(self._report, state="leaving", code=1, words=words)
+        return None
+
+    def _start(self, answer: Answer) -> None:
+        seats = answer.seats
+        place = next(index for index, seat in enumerate(seats) if seat.host == self._report.host)
+        if place and not self._sees(seats[0]):
+            words = (
+                f"output = {str(self._settings.output)!r}: {self._settings.name} does not see there what "
+                f"{seats[0].name} writes\n  → give a folder that all hosts share (NFS, Lustre, a mounted bucket)"
+            )
+            self._report = replace(self._report, state="mistake", code=2, words=words, round=answer.round)
+            return
+        others = [seat for index, seat in enumerate(seats) if index != place]
+        interface = interface_towards(others[0].address if others else seats[0].address)
+        self._group = Group(self._plan, answer.round, seats, place, interface)
+        self._report = replace(self._report, state="running", round=answer.round, code=0, words="")
+        ranks = sum(seat.ranks for seat in seats)
+        waited = time.monotonic() - self._idle
+        share = f"{self._report.ranks} of {ranks} ranks on {len(seats)} hosts"
+        self._say(f"round {answer.round}: {share}, after {waited:.1f} s")
+
+    def _look_at_ranks(self) -> None:
+        group = self._group
+        ended = group.poll() if group is not None else None
+        if group is None or ended is None:
+            return
+        self._group = None
+        self._idle = time.monotonic()
+        if self._report.state == "leaving":
+            return
+        self._report = replace(self._report, **_outcome(group, ended), port=free_port(), step=self._newest())
+        if self._report.state == "waiting" and group.asked and not group.killed:
+            self._say(f"ranks saved and stopped in {time.monotonic() - self._asked_at:.1f} s")
+
+    def _heed_signals(self) -> None:
+        if not self._signals:
+            return
+        number, again = self._signals % 100, self._signals >= 100
+        if self._report.state != "leaving":
+            self._say("stopping: the ranks of all hosts save, then all end; once more ends at once")
+            self._report = replace(self._report, state="leaving", code=128 + number, words="")
+        if self._group is not None:
+            self._group.kill() if again else self._group.stop()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self._settings.withdraw and not self._withdrawn:
+            self._withdrawn = True
+            return
+        self._signals = number if not self._signals else 100 + number
+
+    def _tell_end(self, answer: Answer) -> None:
+        if answer.code == 0:
+            self._say("done")
+        elif answer.code > 128:
+            self._say(f"stopped: {answer.words}; the same command goes on from the last checkpoint")
+        elif self._keeper is not None or answer.alone:  # one host tells what all ended of
+            self._fail(answer.words)
+        else:
+            self._say(f"ended: {answer.words.splitlines()[0] if answer.words else ''}")
+
+    def _tell_notes(self) -> None:
+        for note in self._keeper.notes() if self._keeper is not None else ():
+            self._say(note)
+
+    def _sees(self, first: Seat) -> bool:
+        deadline = time.monotonic() + min(SHARED, self._settings.rules.patience / 2)  # we are silent meanwhile
+        while not self._marker(first.host).exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(TICK)
+        return True
+
+    def _marker(self, host: str) -> Path:
+        return self._settings.output / ".hosts" / host
+
+    def _newest(self) -> int:
+        folder = self._settings.output / "checkpoints"
+        steps = [path.name.partition("-")[2] for path in folder.glob("step-*")]
+        return max((int(step) for step in steps if step.isdecimal()), default=-1)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # whoever listened may be gone
+            print(f"{time.strftime('%H:%M:%S')} [{self._settings.name}] {text}", flush=True)
+
+    def _fail(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"error: {text}", file=sys.stderr, flush=True)
+
+    def _listen(self) -> None:
+        """A launcher at the other end of our input: it says stop, or is gone."""
+        for line in sys.stdin:
+            if line.strip() == "stop":
+                self._on_signal(signal.SIGTERM, None)
+        self._withdrawn = True
+
+
+def _outcome(group: Group, ended: Ended) -> dict[str, Any]:
+    if all(code == 0 for code in ended.codes):
+        return {"state": "done"}
+    if 2 in ended.codes and not group.killed:
+        return {"state": "mistake", "code": 2, "words": ended.words}
+    if group.killed or group.asked or ended.stopped:
+        return {"state": "waiting"}
+    return {"state": "failed", "code": 1, "words": ended.words}
+
+
+def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
+    """Checks the run for every number of hosts, then runs this host's part of it; the exit code."""
+    from shardwise.config.load import load_run
+    from shardwise.launch.hosts import check_sizes, parse_hosts, ranks_here
+
+    hosts, run = parse_hosts(asked.hosts), load_run(run_file, overrides).run
+    ranks = asked.ranks or ranks_here(run)
+    check_sizes(run, hosts, ranks)
+    output = Path(run.output).expanduser().absolute()
+    place = Place.parse(asked.meet, asked.id or str(output))
+    rules = Rules(hosts.least, hosts.most, asked.patience, asked.last_call, asked.restarts)
+    settings = Settings(
+        asked.name or name_here(), place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw
+    )
+    arguments = ("train", str(run_file), *overrides)
+    return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, {})).run()
+
+
+def threads_for(ranks: int) -> int:
+    """Cores for each of a host's ranks."""
+    from shardwise.launch.cpu import usable_cores
+
+    return max(1, usable_cores() // ranks)
+
+
+def name_here() -> str:
+    """What this host is called in logs: the scheduler's name for it, else its own."""
+    import socket
+
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -1,0 +1,23 @@
+"""The process of one rank that a host's agent started: `shardwise train`, ended with the agent if that is killed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from shardwise.train.worker import _die_with_parent, _leave
+
+
+def main(parent: int, arguments: list[str]) -> None:
+    """Runs the command line `shardwise ARGUMENTS` in this process."""
+    # Until the loop takes over there is nothing to save. Ctrl-C is the agent's to pass on.
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent(parent)
+    from shardwise.cli import main as command_line
+
+    command_line(arguments)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

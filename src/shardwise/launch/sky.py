@@ -1,0 +1,71 @@
+"""SkyPilot: a task whose nodes each start an agent; the first of SKYPILOT_NODE_IPS is where they meet."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.launch.submission import INSTALLED, PORT, Submission, as_yaml, output_of, single_line, tool
+
+
+class Sky:
+    """sky launch, logs, cancel, queue."""
+
+    def text(self, asked: Submission) -> str:
+        if not re.fullmatch(r"[a-zA-Z]([a-zA-Z0-9_.-]*[a-zA-Z0-9])?", asked.name):
+            raise UserError("--name", asked.name, "is no name for a cluster", "use letters, digits and -")
+        if asked.gpus and not asked.gpu:
+            raise UserError("--gpus", asked.gpus, "SkyPilot must know which", "add e.g. --gpu H100")
+        if not asked.run_file.is_relative_to(asked.folder):
+            problem = "is outside of this folder, which is what SkyPilot copies"
+            raise UserError("RUN.yaml", str(asked.run_file), problem, "start it in the folder of the run")
+        resources: dict[str, Any] = {
+            "accelerators": f"{asked.gpu}:{asked.gpus or 1}" if asked.gpu else None, "cpus": _at_least(asked.cpus),
+            "memory": _at_least(asked.memory), "image_id": f"docker:{asked.image}" if asked.image else None,
+        }  # fmt: skip
+        file = str(asked.run_file.relative_to(asked.folder))
+        node = asked.node(INSTALLED, "--id", asked.name, file=file)
+        lines = [single_line("--line", line) for line in asked.lines]
+        run = [
+            *lines,
+            'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+            f'exec {node} --meet "$first:{asked.port or PORT}" --name "node-$SKYPILOT_NODE_RANK"',
+        ]
+        task = {
+            "name": asked.name, "num_nodes": asked.hosts.most, "workdir": str(asked.folder),
+            "resources": {name: value for name, value in resources.items() if value is not None},
+            "envs": dict(asked.env), "secrets": dict.fromkeys(asked.passed),  # values come with the command
+            "run": "\n".join(run) + "\n",
+        }  # fmt: skip
+        if asked.image is None:
+            task["setup"] = "command -v shardwise || pip install shardwise\n"
+        return as_yaml({name: value for name, value in task.items() if value})
+
+    def submit(self, asked: Submission, text: str) -> str:
+        program = tool("sky", "--sky")
+        secrets = [word for name in asked.passed for word in ("--secret", name)]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "task.yaml"
+            file.write_text(text)
+            command = [program, "launch", "--yes", "--detach-run", "--cluster", asked.name, *secrets, str(file)]
+            if subprocess.run(command, check=False).returncode:
+                raise UserError("--sky", asked.name, "SkyPilot did not start it", "see above, or try --dry-run")
+        print(f"the machines cost money until `sky down {asked.name}`", flush=True)
+        return asked.name
+
+    def follow(self, identity: str, asked: Submission) -> int:
+        return subprocess.run([tool("sky", "--sky"), "logs", identity], check=False).returncode
+
+    def cancel(self, identity: str) -> None:
+        output_of([tool("sky", "--sky"), "cancel", "--yes", "--all", identity])
+
+    def status(self, identity: str) -> str:
+        return output_of([tool("sky", "--sky"), "queue", identity]).strip()
+
+
+def _at_least(amount: object) -> str | None:
+    return None if amount is None else f"{str(amount).removesuffix('i').removesuffix('G')}+"

@@ -1,0 +1,119 @@
+"""Slurm: a batch script that starts one agent on each node, saves before the time limit, and is queued again then."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+from shardwise.errors import RunFailed, UserError
+from shardwise.launch.submission import HERE, INSTALLED, Submission, follow_file, output_of, single_line, tool
+
+BEFORE = 30  # seconds of the time limit, beyond those for saving, that are left for all to end
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
+
+BODY = """\
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# The address that Slurm itself reaches the node at: its name need not be known to name servers.
+address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p' | head -n 1)
+port={port}
+
+warned=
+stop() {{
+    warned=yes
+    scancel --signal=TERM "$SLURM_JOB_ID"  # to the agents, whose ranks save; srun would kill them if it got it itself
+}}
+trap stop TERM
+
+srun {srun} \\
+    {node} --meet "${{address:-$first}}:$port" &
+agents=$!
+wait "$agents"
+code=$?
+while kill -0 "$agents" 2>/dev/null; do  # a signal interrupts wait
+    wait "$agents"
+    code=$?
+done
+# Not after a cancellation: the job is then no longer running.
+if [ -n "$warned" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+    echo "out of time: saved, and queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+class Slurm:
+    """sbatch, squeue, scancel."""
+
+    def text(self, asked: Submission) -> str:
+        hosts, lines = asked.hosts, [single_line("--line", line) for line in asked.lines]
+        nodes = str(hosts.most) if hosts.least == hosts.most else f"{hosts.least}-{hosts.most}"
+        gpus = f"{asked.gpu}:{asked.gpus}" if asked.gpu and asked.gpus else asked.gpus
+        options: dict[str, object | None] = {
+            "job-name": asked.name, "nodes": nodes, "ntasks-per-node": 1, "output": str(self._log(asked, "%j")),
+            "open-mode": "append", "partition": asked.partition, "account": asked.account, "time": asked.minutes,
+            "gpus-per-node": gpus, "cpus-per-task": asked.cpus, "mem": asked.memory,
+            "signal": f"B:TERM@{asked.grace + BEFORE}",
+        }  # fmt: skip
+        for name, value in options.items():
+            if isinstance(value, str) and any(letter.isspace() for letter in value):
+                raise UserError(f"--{name}", value, "Slurm takes no blanks there", "leave them out")
+        head = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+        head += ["#SBATCH --requeue"]
+        head += ["#SBATCH --no-kill"] * (hosts.least < hosts.most)  # the others go on without a node that failed
+        head += [line for line in lines if line.startswith("#SBATCH")]
+        srun = "--kill-on-bad-exit=0 --wait=0"
+        if asked.cpus is not None:
+            srun += f" --cpus-per-task={asked.cpus}"  # since 22.05 srun does not take it over from the job
+        program: tuple[str, ...] = HERE
+        if asked.image is not None:  # the pyxis plugin's option, which is what clusters with containers mostly have
+            srun += f" --container-image={shlex.quote(asked.image)} --container-mounts={shlex.quote(str(asked.folder))}"
+            program = INSTALLED
+        port = asked.port or "$((20000 + SLURM_JOB_ID % 20000))"
+        body = BODY.format(node=asked.node(program, "--id", asked.name), srun=srun, port=port)
+        setup = [line for line in lines if not line.startswith("#SBATCH")]
+        return "\n".join(["#!/bin/bash", *head, "", f"cd {shlex.quote(str(asked.folder))} || exit 1", *asked.exports(),
+                          *setup, body])  # fmt: skip
+
+    def submit(self, asked: Submission, text: str) -> str:
+        program = tool("sbatch", "--slurm")
+        if asked.cpus is None and asked.gpus is not None:
+            print("no --cpus given: Slurm's usual is one core for each host", flush=True)
+        asked.output.mkdir(parents=True, exist_ok=True)
+        # The submitter's environment goes along (it is not in the script): what --env NAME asks for is in it.
+        return output_of([program, "--parsable", "--export=ALL"], text).strip().partition(";")[0]
+
+    def follow(self, identity: str, asked: Submission) -> int:
+        def alive() -> bool:
+            return self._state(identity) not in (*ENDED, "")
+
+        follow_file(self._log(asked, identity), alive, lambda: time.sleep(1))
+        state = self._state(identity)
+        print(f"slurm:{identity} has ended: {state.lower() or 'it is no longer known'}", flush=True)
+        return 0 if state in ("COMPLETED", "") else 1
+
+    def cancel(self, identity: str) -> None:
+        # To the job's steps first, so that ranks save; what is left when they have not ended is Slurm's KillWait.
+        output_of([tool("scancel", "--slurm"), identity])
+
+    def status(self, identity: str) -> str:
+        state = self._state(identity)
+        if not state:
+            return "not known to the controller any more: see sacct, and the log"
+        where = output_of(
+            [tool("squeue", "--slurm"), "-h", "-t", "all", "-j", identity, "-o", "%N %M of %l %r"]
+        ).strip()
+        return f"{state.lower()} {where}"
+
+    def _state(self, identity: str) -> str:
+        squeue = [tool("squeue", "--slurm"), "-h", "-t", "all", "-j", identity, "-o", "%T"]
+        try:
+            return output_of(squeue).strip()
+        except RunFailed as error:
+            if "Invalid job id" in str(error):
+                return ""
+            raise
+
+    def _log(self, asked: Submission, identity: str) -> Path:
+        return asked.output / f"slurm-{identity}.log"

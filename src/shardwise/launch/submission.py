@@ -1,0 +1,164 @@
+"""What every way of launching shares: what is asked for, the agent's command line, and programs of others."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.errors import RunFailed, UserError
+from shardwise.launch.hosts import Hosts
+
+PORT = 29400
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run to be started elsewhere."""
+
+    run_file: Path
+    overrides: tuple[str, ...]
+    hosts: Hosts
+    name: str
+    output: Path
+    folder: Path  # where it was asked for: hosts that share the file system run there
+    written: str = ""  # the output folder as RUN.yaml has it
+    gpus: int | None = None  # of each host; None = no request, ranks are found there
+    gpu: str | None = None  # which
+    cpus: int | None = None
+    memory: str | None = None
+    minutes: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    image: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    passed: tuple[str, ...] = ()  # variables whose values are not written down
+    lines: tuple[str, ...] = ()
+    volume: str | None = None
+    ssh: tuple[str, ...] = ()
+    address: str | None = None
+    restarts: int = 3
+    grace: int = 300
+    port: int | None = None
+    ranks: int | None = None
+
+    def node(self, program: Sequence[str], *more: str, file: str | None = None) -> str:
+        """The agent's command line for a shell; where the hosts meet each way of launching knows by itself."""
+        words = [*program, "node", file or str(self.run_file), *self.overrides, "--hosts", str(self.hosts)]
+        ranks = self.ranks or self.gpus
+        words += ["--ranks", str(ranks)] if ranks else []
+        return shlex.join([*words, "--restarts", str(self.restarts), "--grace", str(self.grace), *more])
+
+    def exports(self) -> list[str]:
+        """Lines of a shell that set the variables which were asked to be written down."""
+        return [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
+
+
+class Backend(Protocol):
+    """A way of launching: the text that is submitted, and what can be done with it."""
+
+    def text(self, asked: Submission) -> str:
+        """The script or manifest."""
+
+    def submit(self, asked: Submission, text: str) -> str:
+        """Hands it over; the identity by which it is found again."""
+
+    def follow(self, identity: str, asked: Submission) -> int:
+        """Shows its log until it ends; the exit code."""
+
+    def cancel(self, identity: str) -> None:
+        """Ends it; its ranks save."""
+
+    def status(self, identity: str) -> str:
+        """How it stands."""
+
+
+HERE = (sys.executable, "-m", "shardwise")  # on hosts that share this one's file system
+INSTALLED = ("shardwise",)  # in an image
+
+
+def parse_env(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """NAME=VALUE is written down; NAME alone is passed on without its value, where that can be done."""
+    values, passed = {}, []
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not _NAME.fullmatch(name):
+            raise UserError("--env", one, "is no variable", "write NAME=VALUE, or NAME to pass it on")
+        if not equals and name not in os.environ:
+            raise UserError("--env", one, "is not set here", f"set it, or write {name}=VALUE")
+        if equals:
+            values[name] = value
+        else:
+            passed.append(name)
+    return values, tuple(passed)
+
+
+def parse_minutes(text: str | None) -> int | None:
+    """`90`, `4h`, `2d` or `1:30:00`."""
+    if text is None:
+        return None
+    if match := re.fullmatch(r"(\d+)(min|m|h|d)?", text):
+        minutes = int(match[1]) * {"h": 60, "d": 1440}.get(match[2] or "", 1)
+    elif match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+        minutes = int(match[1] or 0) * 1440 + int(match[2]) * 60 + int(match[3]) + (int(match[4]) > 0)
+    else:
+        minutes = 0
+    if minutes < 1:
+        raise UserError("--time", text, "is no time", "write e.g. 90min, 4h, 2d or 04:00:00")
+    return minutes
+
+
+def single_line(option: str, text: str) -> str:
+    """Refuses what would begin a line of its own in a script."""
+    if any(letter in text for letter in "\r\n\0"):
+        raise UserError(option, text, "has more than one line", "give it as one line")
+    return text
+
+
+def tool(name: str, purpose: str) -> str:
+    """Where a program of others lies, or how to get it."""
+    found = shutil.which(name)
+    if found is None:
+        raise UserError(name, None, f"is not installed here, and {purpose} needs it", "install it, or use --dry-run")
+    return found
+
+
+def output_of(command: Sequence[str], given: str | None = None) -> str:
+    """What a program of others says; its refusal is the user's to read."""
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise RunFailed(f"{shlex.join(command[:3])} … ended with exit code {done.returncode}: {said}")
+    return done.stdout
+
+
+def follow_file(file: Path, alive: Callable[[], bool], pause: Callable[[], None]) -> None:
+    """Prints a growing file until its writer has ended and all is read."""
+    position = 0
+    while True:
+        ended = not alive()
+        if file.exists():
+            with file.open("rb") as stream:
+                stream.seek(position)
+                text = stream.read()
+            position += len(text)
+            sys.stdout.buffer.write(text)
+            sys.stdout.flush()
+        if ended:
+            return
+        pause()
+
+
+def as_yaml(*documents: Any) -> str:
+    """Manifests."""
+    import yaml
+
+    return yaml.safe_dump_all(documents, sort_keys=False, default_flow_style=False, width=1000)

@@ -1,0 +1,190 @@
+"""A host's agent with real ranks, on this host: start, restart, mistakes, stopping, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from support import cli
+from support.hosts import Agent
+from support.tiny import tiny_run
+
+from shardwise.config.load import load_run
+from shardwise.errors import UserError
+from shardwise.launch.group import _reason
+from shardwise.launch.hosts import Hosts, check_sizes, names_of, parse_hosts
+from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
+from shardwise.launch.meeting import Meeting, Report, Rules
+
+
+def agents(file: Path, number: int, *more: str) -> list[Agent]:
+    meet = ["--hosts", str(number), "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", *more]
+    return [Agent(file, *meet, "--name", f"host-{n}") for n in range(number)]
+
+
+def test_numbers_of_hosts() -> None:
+    assert parse_hosts("4") == Hosts(4, 4) and parse_hosts("2:4") == Hosts(2, 4)
+    assert str(Hosts(2, 4)) == "2:4" and str(Hosts(4, 4)) == "4"
+    for wrong in ("", "0", "4:2", "a", "2:", "1:2:3"):
+        with pytest.raises(UserError, match="--hosts"):
+            parse_hosts(wrong)
+
+
+def test_names_of_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\nnode-1 slots=8\n\nuser@node-2  # the second\n")
+    assert names_of(str(file)) == ["node-1", "user@node-2"] and names_of("a, b") == ["a", "b"]
+    for wrong in ("", "a,,b", "-oProxyCommand=x", "a,a"):
+        with pytest.raises(UserError, match="--ssh"):
+            names_of(wrong)
+
+
+def test_every_number_of_hosts_is_checked_before_the_start(tmp_path: Path) -> None:
+    run = load_run(tiny_run(tmp_path, train__batch_size=16)).run
+    check_sizes(run, Hosts(2, 2), 1)
+    with pytest.raises(UserError) as refused:
+        check_sizes(run, Hosts(2, 4), 1)
+    text = str(refused.value)
+    assert "with 3 of 2:4 hosts (3 ranks)" in text and "train.batch_size = 16" in text
+    assert "use a multiple of 12, e.g. 12" in text
+    with pytest.raises(UserError, match=r"parallel\.shard"):
+        check_sizes(load_run(tiny_run(tmp_path, parallel__shard=4, parallel__zero=3)).run, Hosts(1, 3), 4 // 2)
+
+
+def test_a_batch_that_fewer_hosts_cannot_divide_is_told_at_once(tmp_path: Path) -> None:
+    file = cli.write_run(tmp_path / "run", tiny_run(tmp_path, train__batch_size=16))
+    agent = Agent(file, "--hosts", "2:3", "--meet", "127.0.0.1:1", "--ranks", "1")
+    assert agent.finish(60) == 2 and "with 3 of 2:3 hosts" in agent.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_places() -> None:
+    assert Place.parse("node-1:29400", "x") == Place("node-1", 29400, "x")
+    assert Place.parse("[::1]:1", "x").host == "::1"
+    for wrong in ("node-1", ":1", "a:b", "a:0", "a:70000"):
+        with pytest.raises(UserError, match="--meet"):
+            Place.parse(wrong, "x")
+    assert Place("127.0.0.1", 1, "x").is_here() and not Place("192.0.2.1", 1, "x").is_here()
+    assert not Place("no-such-host.invalid", 1, "x").is_here()
+    assert interface_towards("127.0.0.1") in ("lo", "lo0")
+
+
+def test_the_keeper_answers_ours_and_survives_others() -> None:
+    place = Place("127.0.0.1", free_port(), "ours")
+    keeper = lead(place, Meeting(Rules(1, 1, last_call=0), "a"))
+    assert isinstance(keeper, Keeper)
+    try:
+        assert lead(place, Meeting(Rules(1, 1))) is None, "one book is enough"
+        for rubbish in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b'{"run": "ours", "report": {}}\n', b"\xff\n"):
+            with socket.create_connection((place.host, place.port), 5) as stranger:
+                stranger.sendall(rubbish)
+        with pytest.raises(UserError, match="another run meets there"):
+            Line(Place(place.host, place.port, "theirs")).ask(Report("b", "b", 1, 1, "waiting"))
+        answer = Line(place).ask(Report("a", "a", 1, 1, "waiting"))
+        assert answer is not None and answer.order == "run" and answer.seats[0].address == "127.0.0.1"
+    finally:
+        keeper.close()
+    assert Line(place).ask(Report("a", "a", 1, 1, "waiting")) is None
+
+
+def test_a_port_that_another_program_has_is_told(tmp_path: Path) -> None:
+    file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        meet = f"127.0.0.1:{other.getsockname()[1]}"
+        agent = Agent(file, "--hosts", "2", "--meet", meet, "--ranks", "1", "--patience", "3")
+        assert agent.finish(60) == 2 and "another program listens there" in agent.text
+
+
+def test_nobody_comes(tmp_path: Path) -> None:
+    file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
+    alone = Agent(file, "--hosts", "2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", "--wait", "2")
+    assert alone.finish(60) == 1 and "1 host came within 2 s, at least 2 are needed" in alone.text
+    lost = Agent(file, "--hosts", "2", "--meet", "192.0.2.1:29400", "--ranks", "1", "--wait", "2")
+    assert lost.finish(60) == 1 and "nobody could be reached at 192.0.2.1:29400" in lost.text
+
+
+def test_the_reason_is_of_this_round(tmp_path: Path) -> None:
+    log = tmp_path / "rank-3.log"
+    log.write_text("--- round 1: x\nerror: old\n--- round 2: y\nnoise\nerror: train.steps: bad\n  → mend it\n")
+    assert _reason(log, 2) == "train.steps: bad\n  → mend it"
+    log.write_text("--- round 1: x\nTraceback\n  File\nValueError: no\n")
+    assert "ValueError: no" in _reason(log, 1) and "rank-3" in _reason(log, 1)
+    assert "SIGKILL" in _reason(log, -signal.SIGKILL)
+
+
+def test_a_mistake_is_told_once_and_not_started_anew(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, data={"train": str(tmp_path / "nothing.jsonl"), "sequence_length": 192})
+    both = agents(cli.write_run(tmp_path / "run", run), 2)
+    assert [agent.finish(90) for agent in both] == [2, 2]
+    text = "\n".join(agent.text for agent in both)
+    assert text.count("error: data.train") == 1 and "round 2" not in text, text
+
+
+def test_a_killed_rank_is_started_anew_and_the_run_ends_well(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, train__steps=40, parallel__zero=2, checkpoint={"every": 5})
+    both = agents(cli.write_run(tmp_path / "run", run), 2)
+    try:
+        cli.wait_for_step(both[0].process, tmp_path / "out", 12)
+        cli.kill_rank(both[1].process, 1)
+        assert [agent.finish(120) for agent in both] == [0, 0]
+    finally:
+        for agent in both:
+            agent.end()
+    assert "restart 1 of 3" in both[0].text and "round 2: 2 hosts" in both[0].text
+    assert list(cli.losses(tmp_path / "out")) == list(range(1, 41))
+    assert (tmp_path / "out/model/model.safetensors").is_file() and not (tmp_path / "out/.hosts").exists()
+
+
+def test_stopping_one_agent_saves_and_ends_all(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, train__steps=5000, parallel__zero=2)
+    both = agents(cli.write_run(tmp_path / "run", run), 2)
+    try:
+        cli.wait_for_step(both[0].process, tmp_path / "out", 3)
+        both[1].process.send_signal(signal.SIGTERM)
+        assert [agent.finish(60) for agent in both] == [143, 143]
+    finally:
+        for agent in both:
+            agent.end()
+    assert "host-1 was asked to stop" in both[0].text
+    (checkpoint,) = (tmp_path / "out/checkpoints").glob("step-*")
+    last = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert checkpoint.name == f"step-{last:08d}", "saved where it stopped"
+
+
+@pytest.mark.slow
+def test_a_host_that_withdraws_leaves_the_others_to_go_on(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, train__steps=60, parallel__zero=2)
+    file = cli.write_run(tmp_path / "run", run)
+    meet = ["--hosts", "1:2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", "--withdraw", "--patience", "6"]
+    first = Agent(file, *meet, "--name", "host-0")
+    first.when("hosts meet here")
+    second = Agent(file, *meet, "--name", "host-1")
+    try:
+        first.when("1 of 2 ranks on 2 hosts")
+        cli.wait_for_step(first.process, tmp_path / "out", 5)
+        second.process.send_signal(signal.SIGTERM)
+        assert second.finish(60) == 143
+        first.when("1 of 1 ranks on 1 hosts", after=second.lines[-1][0])
+        assert first.finish(120) == 0
+    finally:
+        first.end()
+        second.end()
+    assert "leaving: the ranks of all hosts save, and the others go on" in second.text
+    saved = min(int(path.name.partition("-")[2]) for path in (tmp_path / "out/checkpoints").glob("step-*"))
+    assert 5 <= saved < 60, "they saved as it left: without that there is no checkpoint before the last"
+    assert list(cli.losses(tmp_path / "out")) == list(range(1, 61))
+
+
+def test_an_output_folder_of_each_hosts_own_is_told(tmp_path: Path) -> None:
+    port = free_port()
+    several = []
+    for number in range(2):
+        run = tiny_run(tmp_path, output=str(tmp_path / f"out-{number}"))
+        file = cli.write_run(tmp_path / f"run-{number}", run)
+        meet = ["--hosts", "2", "--meet", f"127.0.0.1:{port}", "--ranks", "1", "--id", "same"]
+        several.append(Agent(file, *meet, "--name", f"host-{number}"))
+    assert [agent.finish(60) for agent in several] == [2, 2]
+    assert any("does not see there what" in agent.text and "all hosts share" in agent.text for agent in several)
