@@ -153,6 +153,7 @@ def test_a_rank_that_hangs(folder: Path, start: Start) -> None:
     assert time.monotonic() - began < 30
     assert code == 1 and cli.all_gone(ranks), err
     assert "error: rank 1 kept the others waiting for 5 s (timeout) at step" in err
+    assert json.loads((output / "logs/failure.json").read_text())["reason"].startswith("rank 1 kept the others")
     assert re.search(r"rank 1 \(process \d+ on \S+\) does not answer: stopped; it was last seen at step", err), err
     assert "rank 0 waits in" in err and "kill -CONT" in err and "stacks.txt" in err
     assert "Traceback" not in out + err and "rank 0, step" in (output / "logs/stacks.txt").read_text()

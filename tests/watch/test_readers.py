@@ -138,6 +138,9 @@ def test_states(tmp_path: Path) -> None:
     (folder / "logs/rank-1.error.json").write_text(json.dumps(note))
     told = run.overview()["state"]
     assert told["word"] == "failed" and told["why"] == "rank 1 at step 7 while computing: the <b>loss</b> became nan"
+    (folder / "logs/failure.json").write_text(json.dumps({"reason": "rank 0 was killed", "time": time.time() + 2}))
+    assert run.overview()["state"]["why"] == "rank 0 was killed", "the supervisor knows more than a rank that was left"
+    os.remove(folder / "logs/failure.json")
     gone = make_run(tmp_path / "gone", pid=2**22 + 1)
     assert fresh(gone).overview()["state"]["word"] == "stopped"
     assert state_of(tmp_path / "run2", [], None).word == "silent"

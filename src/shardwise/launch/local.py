@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ STOPPING = "stopping after this step or the next, and saving; {again} ends at on
 AGAIN = {signal.SIGINT: "Ctrl-C again", signal.SIGTERM: "a second SIGTERM"}
 TIMED_OUT = ("Timed out", "timeout")
 STACKS = "stacks.txt"  # of a run that stalled
+FAILURE = "failure.json"  # the supervisor's last word
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TIMED_OUT, "NCCL", "recvValue", "Socket")
 PASSING = ("CUDA error", "Input/output error", "Stale file handle", "Resource temporarily unavailable")
 
@@ -41,10 +43,11 @@ def launch(job: Job) -> None:
 
     logs_of(job.output).mkdir(parents=True, exist_ok=True)
     logs = logs_of(job.output)
-    for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*")):  # only ours: there may be others' too
+    # Only ours: the folder may hold others' files too.
+    for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*"), *logs.glob(FAILURE)):
         earlier.unlink()
     restarts = Restarts(job)
-    with _Signals() as signals:
+    with _Signals() as signals, _kept(logs / FAILURE):
         for number in itertools.count(1):
             try:
                 return _attempt(job, signals)
@@ -57,6 +60,16 @@ def launch(job: Job) -> None:
                 _keep_logs(logs, number)
             finally:
                 remove_left_overs(job.offload_folder)  # of ranks that could not do so themselves
+
+
+@contextlib.contextmanager
+def _kept(file: Path) -> Iterator[None]:
+    """Writes down what the run ended with, for whoever looks at its folder later."""
+    try:
+        yield
+    except RunFailed as failure:
+        file.write_text(json.dumps({"time": time.time(), "reason": str(failure)}))
+        raise
 
 
 def _attempt(job: Job, signals: _Signals) -> None:

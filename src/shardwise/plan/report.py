@@ -8,9 +8,7 @@ compares the two.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +16,7 @@ from string import Template
 from typing import Any
 
 from shardwise.config.axes import HEADS, first_of
-from shardwise.errors import UserError
+from shardwise.observe.pages import check_page, write_page
 from shardwise.plan.charts import GIB, Row, area, bars, gib, seconds, text
 from shardwise.plan.estimate import Estimate
 from shardwise.plan.explain import guidelines, per_second, reasons, told
@@ -39,18 +37,9 @@ class _Page(Template):
 
 def write_report(plan: Plan, tokens: float | None, path: Path) -> None:
     """Writes the page; whoever opens it sees the old one or the new one whole."""
-    if path.is_dir():
-        raise UserError("--html", str(path), "is a folder", "name a file, e.g. plan.html")
+    check_page(path, "plan.html")
     page = render_report(plan, tokens)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError("--html", str(path), f"cannot be written ({error.strerror})", "choose another") from None
+    write_page(page, path)
 
 
 def render_report(plan: Plan, tokens: float | None) -> str:

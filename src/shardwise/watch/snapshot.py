@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
-import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.observe.pages import check_page, write_page
 from shardwise.watch.files import page_file
 from shardwise.watch.finder import Finder
 from shardwise.watch.folder import RunFolder, differences
@@ -32,18 +31,9 @@ def write_snapshot(finder: Finder, path: Path) -> None:
         raise UserError("FOLDER", where, "holds no run", "name a folder with a metrics.jsonl in it or below it")
     if len(runs) > MOST_RUNS:
         raise UserError("FOLDER", len(runs), f"holds more than {MOST_RUNS} runs, too many for one page", "name fewer")
-    if path.is_dir():
-        raise UserError("--html", str(path), "is a folder", "name a file, e.g. run.html")
+    check_page(path, "run.html")
     page = render_snapshot(runs)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError("--html", str(path), f"cannot be written ({error.strerror})", "choose another") from None
+    write_page(page, path)
 
 
 def render_snapshot(runs: list[RunFolder]) -> str:

@@ -36,6 +36,9 @@ def state_of(folder: Path, starts: list[Record], step_seconds: float | None, now
     now = time.time() if now is None else now
     logs = folder / "logs"
     began = max((float(s.get("time") or 0) for s in starts), default=0.0) or _changed(folder / "job.json") or 0.0
+    failure = read_json(logs / "failure.json")  # the supervisor's, which knows more than a rank
+    if failure and float(failure.get("time") or 0) >= began:
+        return State("failed", failure.get("time"), str(failure.get("reason")))
     if notes := [note for file in sorted(logs.glob("rank-*.error.json")) if (note := read_json(file))]:
         note = min(notes, key=lambda one: float(one.get("time") or 0))
         if float(note.get("time") or 0) >= began:  # under torchrun an earlier start's notes stay
