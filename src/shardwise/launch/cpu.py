@@ -104,6 +104,11 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, cores)
 
 
+def threads_for(ranks: int) -> int:
+    """Cores for each of a host's ranks."""
+    return max(1, usable_cores() // ranks)
+
+
 def usable_memory(root: Path = Path("/")) -> int:
     """Bytes of memory this process may fill: the machine's, or the cgroup's limit if that is less."""
     import psutil  # type: ignore[import-untyped, unused-ignore]

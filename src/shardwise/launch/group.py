@@ -15,6 +15,7 @@ from pathlib import Path
 from shardwise.launch.meeting import Seat
 
 POLL = 0.05
+LAST_WORDS = 3.0  # seconds given to the other ranks, after one died, to write down what they saw
 TAIL = 4000  # bytes at the end of a log in which the reason of a failure is looked for
 ASKED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)  # ends of ranks that were asked to save and stop
 
@@ -109,9 +110,7 @@ class Group:
         if None not in codes:
             return self._ended()
         if any(code not in (None, *ASKED) for code in codes):
-            deadline = time.monotonic() + 3.0
-            while time.monotonic() < deadline and any(child.poll() is None for child in self._children):
-                time.sleep(POLL)
+            let_them_speak(self._children)
             blamed = self._ended()
             self.kill()
             return blamed
@@ -126,6 +125,13 @@ class Group:
             index = min(bad, key=lambda i: (codes[i] != 2, (codes[i] or 0) >= 0))
             words = _reason(self.logs[index], codes[index] or 0)
         return Ended(tuple(1 if code is None else code for code in codes), words)
+
+
+def let_them_speak(children: list[subprocess.Popen[bytes]]) -> None:
+    """Waits until the other ranks have ended too, but no longer than they need to say why."""
+    deadline = time.monotonic() + LAST_WORDS
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(POLL)
 
 
 def _pass_on(child: subprocess.Popen[bytes], log: Path) -> None:

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwise.config.apart import split_address
 from shardwise.errors import UserError
 from shardwise.launch.meeting import Answer, Meeting, Report, Seat
 
@@ -31,10 +32,11 @@ class Place:
 
     @classmethod
     def parse(cls, text: str, run: str) -> Place:
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError("--meet", text, "is no address of a host and port", "write e.g. --meet node-1:29400")
-        return cls(host.strip("[]"), int(port), run)
+        try:
+            return cls(*split_address(text), run)
+        except ValueError:
+            problem = "is no address of a host and port"
+            raise UserError("--meet", text, problem, "write e.g. --meet node-1:29400") from None
 
     def is_here(self) -> bool:
         """Whether this host has that address: found by trying to take it."""

@@ -16,13 +16,12 @@ from types import FrameType
 from typing import Any
 
 from shardwise.errors import Interrupted, OutOfMemory, RunFailed, UserError
-from shardwise.launch.cpu import cpu_env, usable_cores
+from shardwise.launch.cpu import cpu_env, threads_for
+from shardwise.launch.group import POLL, let_them_speak
 from shardwise.train.job import Job, write_job
 from shardwise.train.status import read_status
 from shardwise.train.worker import logs_of
 
-POLL = 0.05
-LAST_WORDS = 3.0  # seconds given to the other ranks, after one died, to write down what they saw
 # Ranks vote as a step begins: a signal that meets them within one is acted on at the end of the next.
 STOPPING = "stopping after this step or the next, and saving; {again} ends at once"
 AGAIN = {signal.SIGINT: "Ctrl-C again", signal.SIGTERM: "a second SIGTERM"}
@@ -105,7 +104,7 @@ def _keep_logs(logs: Path, number: int) -> None:
 
 
 def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
-    threads = max(1, usable_cores() // ranks)
+    threads = threads_for(ranks)
     env = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -162,14 +161,8 @@ def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Pat
         if number and all(code in asked for code in codes):
             raise Interrupted(f"stopped; {_how_to_go_on(job)}", 128 + number)
         if any(code not in (None, *asked) for code in codes) and not signals.hurried:
-            _let_them_speak(children)
+            let_them_speak(children)
             raise _explain([child.poll() for child in children], logs, job)
-        time.sleep(POLL)
-
-
-def _let_them_speak(children: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + LAST_WORDS
-    while time.monotonic() < deadline and any(child.poll() is None for child in children):
         time.sleep(POLL)
 
 

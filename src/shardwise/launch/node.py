@@ -289,6 +289,7 @@ def _outcome(group: Group, ended: Ended) -> dict[str, Any]:
 def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
     """Checks the run for every number of hosts, then runs this host's part of it; the exit code."""
     from shardwise.config.load import load_run
+    from shardwise.launch.cpu import threads_for
     from shardwise.launch.hosts import check_sizes, parse_hosts, ranks_here
 
     hosts, run = parse_hosts(asked.hosts), load_run(run_file, overrides).run
@@ -302,13 +303,6 @@ def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
     )
     arguments = ("train", str(run_file), *overrides)
     return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, {})).run()
-
-
-def threads_for(ranks: int) -> int:
-    """Cores for each of a host's ranks."""
-    from shardwise.launch.cpu import usable_cores
-
-    return max(1, usable_cores() // ranks)
 
 
 def name_here() -> str:

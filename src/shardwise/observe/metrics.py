@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[Record]:
     """Returns every complete record of a metrics file, in the order written."""
     return [record for record, _ in _parse(path)]
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What a nested mapping holds, by paths with dots."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from flat(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:

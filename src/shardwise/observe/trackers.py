@@ -15,11 +15,11 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.observe.metrics import Record
+from shardwise.observe.metrics import Record, flat
 
 NESTED = {"losses": "loss", "breakdown": "seconds"}  # mappings within a record, and what their entries are called
 NO_FIGURES = frozenset({"kind", "step", "time"})
@@ -46,8 +46,8 @@ class Trackers:
     """All trackers of a run; `put` never waits, `troubles` has what is to be told."""
 
     def __init__(self, openers: dict[str, Open], output: Path, settings: dict[str, Any], step: int) -> None:
-        flat = {name: redacted(str(value))[:LONGEST] for name, value in _flat(settings)}
-        self._lanes = [_Lane(name, opener, output, flat, step) for name, opener in openers.items()]
+        shown = {name: redacted(str(value))[:LONGEST] for name, value in flat(settings)}
+        self._lanes = [_Lane(name, opener, output, shown, step) for name, opener in openers.items()]
 
     def put(self, record: Record) -> None:
         """One more record of training or evaluation."""
@@ -232,14 +232,6 @@ def _kept_id(output: Path, tracker: str) -> str:
         known[tracker] = secrets.token_hex(4)
         file.write_text(json.dumps(known))
     return known[tracker]
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _is_number(value: Any) -> bool:

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.observe.metrics import flat
+from shardwise.observe.ranks import host_file
 from shardwise.watch.columns import Column, Columns, Points
 from shardwise.watch.ranks import rank_numbers, rank_rows, starts_of
 from shardwise.watch.state import state_of
@@ -49,7 +51,7 @@ class RunFolder:
             self._told = ([] if anew else self._told) + samples
             del self._told[:-MOST_SAMPLES]
             for rank in self.ranks():
-                file = self.path / "logs" / f"rank-{rank}.host.jsonl"
+                file = host_file(self.path / "logs", rank)
                 if rank not in self._hosts and file.is_file():
                     self._hosts[rank] = Tail(file), Columns()
             for tail, columns in self._hosts.values():
@@ -223,7 +225,7 @@ class RunFolder:
         if not isinstance(run, dict):
             folders = sorted((self.path / "checkpoints").glob("step-*"))
             run = read_json(folders[-1] / "run.json") if folders else {}
-        return dict(_flat(run))
+        return dict(flat(run))
 
 
 def step_seconds(record: dict[str, Any]) -> float | None:
@@ -251,14 +253,6 @@ def _parts(
 ) -> dict[str, Points]:
     found = {name: column.part(points, after, first, last) for name, column in columns.items()}
     return {name: part for name, part in found.items() if part is not None}
-
-
-def _flat(value: Any, path: str = "") -> Any:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _prediction(folder: Path) -> dict[str, Any] | None:

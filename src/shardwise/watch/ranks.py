@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shardwise.observe.ranks import rank_file
 from shardwise.train.status import read_status
 from shardwise.watch.tail import Record, first_record, last_records
 
@@ -35,7 +36,7 @@ def rank_numbers(logs: Path) -> list[int]:
 
 def starts_of(logs: Path, numbers: list[int]) -> list[Record]:
     """The first words of each rank."""
-    first = [first_record(logs / f"rank-{rank}.metrics.jsonl") for rank in numbers]
+    first = [first_record(rank_file(logs, rank)) for rank in numbers]
     return [record for record in first if record.get("kind") == "start"]
 
 
@@ -50,7 +51,7 @@ def rank_rows(logs: Path, numbers: list[int], now: float | None = None) -> list[
 def _row(logs: Path, rank: int, now: float) -> dict[str, Any]:
     status, silent = logs / f"rank-{rank}.status", None
     step, doing = read_status(status)
-    records = [r for r in last_records(logs / f"rank-{rank}.metrics.jsonl") if r.get("kind") == "rank"][-RECENT:]
+    records = [r for r in last_records(rank_file(logs, rank)) if r.get("kind") == "rank"][-RECENT:]
     last = records[-1] if records else {}
     with contextlib.suppress(OSError):
         silent = now - status.stat().st_mtime
