@@ -139,7 +139,9 @@ def test_two_hosts(folder: Path, local_losses: dict[int, float], two_hosts: list
         for process in processes:
             process.kill()
             process.wait()
-    assert [code for code, _, _ in results] == [0, 0], results
+    for _, out, err in results:
+        print(out, err, sep="\n")  # shown if the test fails
+    assert [code for code, _, _ in results] == [0, 0]
     assert sum(out.count("done: 4 steps") for _, out, _ in results) == 1
     losses = cli.losses(folder / "hosts")
     assert losses.keys() == local_losses.keys()

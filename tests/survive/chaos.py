@@ -2,9 +2,10 @@
 
     PYTHONPATH=src:tests python -m survive.chaos OUT.json [--faults 200] [--seed 0] [--folder FOLDER]
 
-Every run must end with the model of an undisturbed run, to the bit (where data were left out on purpose: with a model
-and a record of what was left out), or with a message; and none may take longer than its limit. A run that ended with a
-message is started again by the same command, as a user would.
+Every run must end with the model of an undisturbed run, to the bit (where a step's data were left out on purpose: with
+a model and a record of what was left out), or with a message; and none may take longer than its limit. A run that ended
+with a message is started again by the same command, as a user would. Links are cut between two hosts, network
+namespaces with an agent each (`shardwise node`), and mended after some seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from typing import Any
 
 from safetensors.torch import load_file
 from support import cli, faults
+from support.hosts import Agent, some_hosts
 from support.tiny import PAIRS, tiny_run
 
 STEPS, EVERY, TIMEOUT = 24, 3, 6.0
 LIMIT = 240.0  # seconds for a start to end, faults and restarts included
 STARTS = 6  # by hand, for one run
+PATIENCE = 4.0  # seconds after which a host that is not heard of counts as lost
+CUT = (1.0, 10.0)  # seconds that a link is cut: some are mended before anyone loses patience
+
+
+LINK = "link cut and mended"
 
 
 @dataclass
@@ -82,10 +89,16 @@ def run(number: int, seed: int, folder: Path, out: Path | None = None) -> list[E
     assert code == 0, err
     while len(entries) < number:
         trial += 1
-        kinds = choose.choices(list(KINDS), k=min(choose.randint(1, 3), number - len(entries)))
-        alone = next((kind for kind in kinds if kind in ALONE), None)
-        plan = sorted((choose.randint(2, STEPS - 3), kind) for kind in ([alone] if alone else kinds))
-        entries += _one(folder, trial, plan, reference.output, choose)
+        sort = choose.choices(["one", "links", "several"], weights=[30, 15, 55])[0]
+        if sort == "one":
+            kinds = [choose.choice(ALONE)]
+        elif sort == "links":
+            kinds = [LINK] * choose.randint(1, 3)
+        else:
+            kinds = choose.choices([kind for kind in KINDS if kind not in (*ALONE, LINK)], k=choose.randint(2, 4))
+        plan = sorted((choose.randint(2, STEPS - 3), kind) for kind in kinds[: number - len(entries)])
+        way = _links if plan[0][1] == LINK else _one
+        entries += way(folder, trial, plan, reference.output, choose)
         if out is not None:
             out.write_text(json.dumps([asdict(entry) for entry in entries], indent=1))
     return entries
@@ -143,16 +156,50 @@ def _one(folder: Path, number: int, plan: list[tuple[int, str]], reference: Path
             MENDED[kind](trial)
     else:
         outcome = f"BAD: not done after {STARTS} starts"
-    seconds = time.monotonic() - begun
     hands = f", started by hand {len(words) - 1} ×" if len(words) > 1 else ""
+    return _told(entries, outcome + hands, time.monotonic() - begun, "\n".join(words), trial)
+
+
+def _links(
+    folder: Path, number: int, plan: list[tuple[int, str]], reference: Path, choose: random.Random
+) -> list[Entry]:
+    """Two hosts of one rank, whose links are cut and mended; both must be there, so the run waits for a lost one."""
+    entries = [Entry(number, kind, step) for step, kind in plan]
+    trial, begun, pending = _trial(folder, f"trial-{number}", ranks="auto", timeout="60s"), time.monotonic(), list(plan)
+    with some_hosts(2) as hosts:
+        meet = ["--hosts", "2", "--meet", f"{hosts[0].address}:29400", "--patience", f"{PATIENCE:g}"]
+        agents = [Agent(trial.file, *meet, "--name", f"host-{n}", inside=host.inside) for n, host in enumerate(hosts)]
+        try:
+            limit = time.monotonic() + LIMIT
+            while any(agent.process.poll() is None for agent in agents) and time.monotonic() < limit:
+                if pending and cli.steps_done(trial.output) >= pending[0][0]:
+                    pending.pop(0)
+                    host, seconds = choose.choice(hosts), choose.uniform(*CUT)
+                    host.cut()
+                    time.sleep(seconds)
+                    host.mend()
+                time.sleep(0.02)
+            codes = [agent.process.poll() for agent in agents]
+        finally:
+            for agent in agents:
+                agent.end()
+    words = "\n\n".join(agent.text for agent in agents)
+    if None in codes:
+        outcome = "BAD: hung"
+    elif codes != [0, 0]:
+        outcome = f"BAD: codes {codes}"
+    else:
+        outcome = "BAD: traceback" if "Traceback" in words else _compared(trial, reference, plan)
+    return _told(entries, outcome, time.monotonic() - begun, words, trial)
+
+
+def _told(entries: list[Entry], outcome: str, seconds: float, words: str, trial: Trial) -> list[Entry]:
     for entry in entries:
-        entry.outcome, entry.seconds = outcome + hands, round(seconds, 1)
-        entry.words = "\n".join(words)[-1500:]
-    print(
-        f"{number}: {', '.join(f'{kind} at {step}' for step, kind in plan)}: {outcome}{hands}, {seconds:.0f} s",
-        flush=True,
-    )
-    _clear(trial)
+        entry.outcome, entry.seconds, entry.words = outcome, round(seconds, 1), words[-1500:]
+    plan = ", ".join(f"{entry.fault} at {entry.step}" for entry in entries)
+    print(f"{entries[0].trial}: {plan}: {outcome}, {seconds:.0f} s", flush=True)
+    if not outcome.startswith("BAD"):  # what went wrong is kept
+        _clear(trial)
     return entries
 
 
@@ -160,8 +207,8 @@ def _compared(trial: Trial, reference: Path, plan: list[tuple[int, str]]) -> str
     steps = cli.losses(trial.output)
     if list(steps) != list(range(1, STEPS + 1)):
         return "BAD: a step is missing or told twice"
-    if any(kind in ("nan", "malformed row") for _, kind in plan):
-        recorded = (trial.output / "skipped.jsonl").exists() or plan[0][1] == "malformed row"
+    if any(kind == "nan" for _, kind in plan):
+        recorded = (trial.output / "skipped.jsonl").exists()
         return "a model, and what was left out recorded" if recorded else "BAD: nothing recorded"
     mine, other = (load_file(f / "model/model.safetensors") for f in (trial.output, reference))
     alike = steps == cli.losses(reference) and all(mine[name].equal(other[name]) for name in other)
@@ -252,7 +299,7 @@ def _skip_rows(trial: Trial) -> None:
 KINDS: dict[str, Callable[[Trial, subprocess.Popen[str], random.Random], None]] = {
     "kill -9 of a rank": _kill_rank, "kill -9 of the launcher": _kill_launcher, "SIGSTOP of a rank": _stop_rank,
     "SIGTERM": _preempt, "torn checkpoint": _damage(_tear), "flipped bit in a checkpoint": _damage(_flip),
-    "disk full": _nothing, "nan": _nothing, "malformed row": _nothing,
+    "disk full": _nothing, "nan": _nothing, "malformed row": _nothing, LINK: _nothing,
 }  # fmt: skip
 ALONE = ("disk full", "nan", "malformed row")  # they are set up before the start
 SETUPS: dict[str, Callable[[Trial, int], None]] = {"disk full": _full_disk, "nan": _nan, "malformed row": _malformed}

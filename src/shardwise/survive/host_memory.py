@@ -53,6 +53,7 @@ class HostWatch:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        self._thread.join(2)
 
     def _run(self) -> None:
         low = 0

@@ -31,6 +31,7 @@ from shardwise.train.status import Status, read_status
 
 EVERY = 1.0  # seconds between two looks
 ANSWER = 6.0  # seconds that a rank has to leave its scene
+LAST = 3.0  # seconds that a look under way has when the run is over; the meeting point may not answer any more
 
 
 class Watchdog:
@@ -58,6 +59,9 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if self._thread.is_alive():
+            # Python ends daemon threads where they ask for its lock, and one that is inside C++ then aborts the process.
+            self._thread.join(LAST)
 
     def follow(self, model: nn.Module) -> None:
         """From now on modules have names."""
