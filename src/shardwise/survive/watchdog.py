@@ -60,7 +60,7 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         if self._thread.is_alive():
-            # Python ends daemon threads where they ask for its lock, and one that is inside C++ then aborts the process.
+            # Python ends daemon threads where they ask for its lock; one that is inside C++ then aborts the process.
             self._thread.join(LAST)
 
     def follow(self, model: nn.Module) -> None:
