@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from support import cli, faults
 from support.tiny import tiny_run, tokenizer_folder
 
+from shardwise.survive.restarts import aside
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -151,3 +153,12 @@ def test_replicas_stay_alike(folder: Path, undisturbed: Path) -> None:
     code, _, err = cli.train(file)
     assert code == 0, err
     assert cli.losses(output).keys() == cli.losses(undisturbed).keys()
+
+
+def test_a_checkpoint_is_put_aside_again(tmp_path: Path) -> None:
+    """A step that was saved again after its first checkpoint was damaged, and damaged again."""
+    for content in ("first", "second"):
+        (tmp_path / "step-00000004").mkdir()
+        (tmp_path / "step-00000004/manifest.json").write_text(content)
+        assert aside(tmp_path) == ["step-00000004"]
+    assert (tmp_path / "damaged-step-00000004/manifest.json").read_text() == "second"

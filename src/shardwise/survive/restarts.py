@@ -7,6 +7,7 @@ from the one before.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def aside(root: Path) -> list[str]:
     for folder in reversed(list_checkpoints(root)):
         if not verify(folder):
             break
-        folder.rename(root / f"{DAMAGED}{folder.name}")
+        target = root / f"{DAMAGED}{folder.name}"
+        shutil.rmtree(target, ignore_errors=True)  # the same step, damaged before: the last of them is kept
+        folder.rename(target)
         names.append(folder.name)
     return names
 
