@@ -65,6 +65,18 @@ def only(*fine: Any, why: str, remedy: str) -> Rule:
     return rule
 
 
+def reduced_in(plan: Plan, key: str, value: Any) -> str:
+    """null is DeepSpeed's way to say: as gradients are; here they are fp32."""
+    if value is None:
+        return NoEffect("null leaves it to parallel.reduce")
+    if value == "auto":
+        return plan.auto("parallel.reduce")
+    ours = {"fp32": "fp32", "bfp16": "bf16", "bf16": "bf16"}.get(value)
+    if ours is None:
+        raise plan.mistake(key, value, "gradients travel in fp32 or bf16", "use fp32 or bfp16")
+    return plan.put(key, "parallel.reduce", ours)
+
+
 # Precision
 
 

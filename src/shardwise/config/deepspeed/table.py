@@ -100,8 +100,7 @@ PRECISION = [
     idle("data_types.param_dtype", "the compute type is that of the fp16 or bf16 block; masters are fp32"),
     idle("data_types.buffer_dtype", "buffers keep the type the model gives them"),
     idle("data_types.keep_in_fp32_modules", "masters are fp32, and buffers keep the type the model gives them"),
-    idle("communication_data_type",
-         "gradients are reduced in fp32; fewer bytes: `parallel.reduce: bf16`, zero_quantized_gradients"),
+    honoured("communication_data_type", "`parallel.reduce`: fp32, or bfp16 = `bf16`; fp16 is refused", r.reduced_in),
     idle("seq_parallel_communication_data_type", "exchanged as they are computed"),
     idle("fp32_allreduce", "gradients are reduced in fp32 unless `parallel.reduce: bf16`"),
 ]  # fmt: skip
