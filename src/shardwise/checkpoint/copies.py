@@ -25,8 +25,10 @@ from typing import Any, Protocol
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
@@ -93,6 +95,8 @@ class Copies:
         self._reached = os.open(self.folder / host_copies.REACHED, os.O_CREAT | os.O_RDWR, 0o600)
         self.lost_from = max(self._gather(host_copies.read_reached(self.folder)))
         self._next = ring(self._hosts)
+        # The memory that a copy is written from is kept for the next: fresh pages cost more than the copying.
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self._worker: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._notes: list[str] = []
@@ -222,7 +226,9 @@ class Copies:
                 future: Any = Future()
                 future.set_result(None)
             else:
-                future = async_save(whole, storage_writer=writer, process_group=self._group)
+                if self._stager.state_dict_cache is None:  # not pinned: that would be rounded up to powers of two
+                    self._stager.state_dict_cache = _create_cpu_state_dict(whole)
+                future = async_save(whole, storage_writer=writer, process_group=self._group, async_stager=self._stager)
         except BaseException as failure:  # as all ranks do
             self._failure = failure
             return

@@ -59,6 +59,8 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if error[0] is None and self._thread.is_alive():
+            self._thread.join(timeout=2)  # a thread within torch as the interpreter ends is a crash (SIGABRT)
 
     def follow(self, model: nn.Module) -> None:
         """From now on modules have names."""

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-STOP, SAVE, EVAL, COPY, BUSY = range(5)
+STOP, SAVE, EVAL, COPY, PACE, BUSY = range(6)
 
 
 class Control:
@@ -26,19 +26,21 @@ class Control:
         save_seconds: float | None,
         eval_seconds: float | None,
         copy_seconds: float | None = None,
+        pace_seconds: float | None = None,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         """`busy`: whether this rank still makes the last copy in memory, so that no rank begins another."""
         self._group = group
         self._alone = dist.get_world_size(group) == 1
         self._is_main = dist.get_rank(group) == 0
-        self._every = {SAVE: save_seconds, EVAL: eval_seconds, COPY: copy_seconds}
+        self._every = {SAVE: save_seconds, EVAL: eval_seconds, COPY: copy_seconds, PACE: pace_seconds}
         self._since = dict.fromkeys(self._every, time.monotonic())
         self._previous: dict[int, object] = {}
-        self._vote = torch.zeros(5, dtype=torch.int32)
+        self._vote = torch.zeros(6, dtype=torch.int32)
         self._work: dist.Work | None = None
         self.signal: int | None = None
-        self._busy, self.busy, self.copy_due = busy, False, False  # the latter two by the last vote
+        self._busy = busy
+        self.busy = self.copy_due = self.pace_due = False  # by the last vote
 
     def __enter__(self) -> Control:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -71,9 +73,9 @@ class Control:
         """The outcome: the signal to stop on (0 = go on), whether to save, whether to evaluate."""
         if self._work is not None:
             self._work.wait()
-        stop, save, evaluate, copy, busy = (int(v) for v in self._vote)
-        self.busy, self.copy_due = bool(busy), bool(copy and not busy)
-        for what, due in ((SAVE, save), (EVAL, evaluate), (COPY, self.copy_due)):
+        stop, save, evaluate, copy, pace, busy = (int(v) for v in self._vote)
+        self.busy, self.copy_due, self.pace_due = bool(busy), bool(copy and not busy), bool(pace)
+        for what, due in ((SAVE, save), (EVAL, evaluate), (COPY, self.copy_due), (PACE, pace)):
             if due:
                 self._since[what] = time.monotonic()
         return stop, bool(save), bool(evaluate)

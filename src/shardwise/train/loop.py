@@ -20,6 +20,7 @@ from shardwise.export.facts import write_data
 from shardwise.models.attention import fast_attention
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import read_metrics
+from shardwise.observe.pace import EVERY, Pace
 from shardwise.optim.schedules import set_rates
 from shardwise.parallel.mesh import World
 from shardwise.plan.kept import beside_prediction
@@ -58,7 +59,8 @@ def fit(parts: Parts) -> Outcome:
     watch = watch_of(parts)
     forget_samples_after(parts)
     save_seconds, eval_seconds, copy_seconds = (e.seconds if e else None for e in (save_every, eval_every, copy_every))
-    control = Control(world.control, save_seconds, eval_seconds, copy_seconds, lambda: parts.copies.busy)
+    control = Control(world.control, save_seconds, eval_seconds, copy_seconds, EVERY, lambda: parts.copies.busy)
+    pace = Pace(world.control, parts.timer)
     guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
     skipped = guard.resume(position)
     profiling = Profiling(parts.job, world)
@@ -66,7 +68,7 @@ def fit(parts: Parts) -> Outcome:
         parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data,
         end=position.sequences + (total - position.step) * run.train.batch_size,
     )  # fmt: skip
-    with control, report, batches, meeting:
+    with control, report, batches, meeting, pace:
         report.noted([*skipped, *meeting.notes])
         if (position.step >= total or watch.enough) and not step_folder(parts.store.root, position.step).is_dir():
             save(parts)  # it was finished in another output folder
@@ -74,6 +76,7 @@ def fit(parts: Parts) -> Outcome:
             step = position.step
             parts.store.raise_if_failed()
             control.begin()
+            pace.begin()
             parts.status.set("computing", step + 1)
             seed_step(run.train.seed, step, world.rank // world.layout.tensor)
             with parts.timer.region("data"):
@@ -94,6 +97,7 @@ def fit(parts: Parts) -> Outcome:
             position.tokens += batch.tokens
             position.supervised += batch.supervised
             parts.meter.add(step, rate, summed, norm, batch)
+            pace.end()
 
             stop, save_due, eval_due = control.end()
             last = position.step == total
@@ -106,7 +110,7 @@ def fit(parts: Parts) -> Outcome:
                 records = parts.spread.annotate(parts.timer.annotate(parts.meter.flush()))
                 failure = guard.look(records, position)
                 failure = failure or guard.compare(lambda: tensors_of(parts.sharded, parts.optimizer), position.step)
-                report.trained(records)
+                report.trained(records, pace.waiting)
                 if trouble := parts.scaler.trouble():
                     failure = failure or RunFailed(trouble)
                 if failure is not None:
@@ -114,6 +118,8 @@ def fit(parts: Parts) -> Outcome:
                     parts.copies.drop()  # they may be too new to go back to
                     raise failure
                 loss = records[-1]["loss"]
+            if control.pace_due:
+                report.slow(pace.compare(position.step))
             if meets:  # before evaluating and saving: both are of what all workers came to
                 parts.status.set("meeting the other workers")
                 with parts.meter.paused():

@@ -38,6 +38,7 @@ from shardwise.objectives.make import make_objective
 from shardwise.observe.breakdown import OFF, Timer, timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
+from shardwise.observe.pace import SampledTimer
 from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.context.install import Context
@@ -200,6 +201,8 @@ def build_parts(
     disk = disk or DiskFolder(job.offload_folder, world.rank, world.size)
     status.set("loading the model")
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
+    if timer is OFF and world.device.type == "cuda" and world.size > 1:
+        timer = SampledTimer(world.device)  # for the alarm of slow ranks
     choose = partial(tune, run, world, say=say, output=job.output)
     sharded, spread = build_model(job, world, timer, choose=choose)
     optimizer = build_optimizer(job, world, sharded, disk, say)
