@@ -102,3 +102,12 @@ def test_a_folder_that_others_could_read_is_refused(tmp_path: Path, monkeypatch:
 def test_a_token_is_no_path(tmp_path: Path) -> None:
     (tmp_path / host_copies.FILE).write_text('{"token": "../../etc", "began": []}')
     assert read_life(tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]], ids=["one host", "two hosts"])
+def test_what_a_copy_costs(tmp_path: Path, hosts: list[str]) -> None:
+    """In CPU time, which other work does not change much: the training thread pays for the copying alone."""
+    for training, whole, size in run_ranks(copies.cost, 2, tmp_path, hosts):
+        print(f"{hosts}: {1e12 * training / size:.0f} ms per GB in training, {1e12 * whole / size:.0f} in all")
+        assert training < whole / 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,24 @@ def lose_and_run_short(folder: Path, hosts: list[str], lost: list[Path]) -> tupl
     left = [path.name for path in copies.folder.glob("*step*")]
     copies.close()
     return first, busy, notes[1:], left
+
+
+def cost(folder: Path, hosts: list[str]) -> tuple[float, float, int]:
+    """Of a copy of 20M parameters with two moments: CPU seconds of the training thread, of all threads, and bytes."""
+    copies = open_copies(folder, hosts)
+    copies.began(0)
+    mesh, count = init_device_mesh("cpu", (dist.get_world_size(),)), 60
+    tensors = {f"{n}": distribute_tensor(torch.randn(1024, 1024), mesh, [Shard(0)]) for n in range(count)}
+    seen = []
+    for step in range(1, 5):
+        dist.barrier()
+        process, thread = time.process_time(), time.thread_time()
+        copies.save(step, tensors, {"step": step}, "{}")
+        thread = time.thread_time() - thread
+        assert copies._worker is not None
+        copies._worker.join()
+        assert not copies.busy, copies.notes()
+        seen.append((thread, time.process_time() - process))
+    copies.close()
+    first, second = (sum(part) / 3 for part in zip(*seen[1:], strict=True))  # the first takes its memory
+    return first, second, count * 4 * 1024 * 1024 // dist.get_world_size()

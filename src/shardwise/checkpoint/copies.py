@@ -212,8 +212,6 @@ class Copies:
         self._last = step
         if not self._fits(tensors):
             return
-        if self._leads:  # the newest stays, whole on all hosts; with the one now made they are two
-            self._keep({one.name for one in host_copies.list_copies(self.folder, self._life)[1 - GENERATIONS :]})
         partial = self.folder / f".{host_copies.copy_name(step, len(self._life.began))}"
         (partial / STATE).mkdir(parents=True, exist_ok=True)
         whole, rows = split_rows(detached(tensors))
@@ -238,6 +236,9 @@ class Copies:
 
     def _finish(self, partial: Path, future: Any, small: dict[str, bytes]) -> None:
         try:
+            if self._leads:  # the newest stays, whole on all hosts; with the one now made they are two
+                kept = host_copies.list_copies(self.folder, self._life)[1 - GENERATIONS :]
+                self._keep({partial.name, *(one.name for one in kept)})
             future.result()
             mine = {f"{STATE}/{file.name}": digest_file(file) for file in (partial / STATE).glob(f"__{self._rank}_*")}
             everyone: list[dict[str, tuple[int, str]]] = self._gather(mine)

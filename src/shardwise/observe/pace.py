@@ -2,7 +2,7 @@
 
 Ranks end a step together, so their times per step are alike. What differs is how much of it each spends waiting for
 the others in collectives: the slow one waits least. On a CPU a thread looks 20 times a second whether the training
-thread stands at a wait (0.03 ms a look; hooks around collectives would keep them from overlapping). On a GPU the host
+thread stands at a wait (0.07 ms a look; hooks around collectives would keep them from overlapping). On a GPU the host
 runs ahead and sees no waiting: there the collectives of one step in eight are timed by events on their own stream.
 
 A rank is slow when it works longer than the others by a wide margin in several comparisons in a row: a busy machine
