@@ -70,7 +70,7 @@ def test_looks_tell_waiting_from_working() -> None:
 def run_of(folder: Path, name: str, fault: str, steps: int) -> tuple[Path, str]:
     tokenizer_folder(folder / "tokenizer")
     run = tiny_run(folder, train__steps=steps, ranks=2, parallel__zero=2, output=str(folder / name), log__every=5)
-    env = faults.environment(folder / f"{name}-site", fault, 1, 1)
+    env = faults.environment(folder / f"{name}-site", fault, 1, 1) | {"SHARDWISE_PROGRESS": "plain"}
     code, out, err = cli.train(cli.write_run(folder / f"{name}-run", run), env=env)
     assert code == 0, err
     return folder / name, " ".join(out.split())  # as a terminal's width breaks lines anywhere
