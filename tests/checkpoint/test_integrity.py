@@ -11,8 +11,9 @@ from support import cli, scenarios
 from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 
+from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.integrity import verify
-from shardwise.checkpoint.store import check_whole, list_checkpoints
+from shardwise.checkpoint.store import check_whole
 from shardwise.errors import UserError
 
 

@@ -14,11 +14,14 @@ if "shardwise.train.worker" in sys.orig_argv:
     plain = loop.accumulate
     fault, rank, step, mark = os.environ["FAULT"].split(",")
     def accumulate(parts, batch):
+        began = time.monotonic()
         summed = plain(parts, batch)
         mine = rank in ("all", os.environ["RANK"])
         done = pathlib.Path(mark)
         own = done.with_name(done.name + os.environ["RANK"])
-        if mine and parts.position.step + 1 == int(step) and not own.exists():
+        if fault == "slow" and mine and parts.position.step + 1 >= int(step):
+            time.sleep(0.05 + time.monotonic() - began)  # in every step, as long as it computes
+        elif mine and parts.position.step + 1 == int(step) and not own.exists():
             own.touch()  # once a rank, whatever is started again
             if fault == "nan":
                 for parameter in parts.sharded.parameters.values():
@@ -35,11 +38,16 @@ if "shardwise.train.worker" in sys.orig_argv:
                 raise ValueError("a fault of the test's own")
         return summed
     loop.accumulate = accumulate
+    if fault in ("slow", "even"):
+        loop.EVERY = 1.0
 """
 
 
 def environment(folder: Path, fault: str, rank: int | str, step: int) -> dict[str, str]:
-    """For `cli.start`, once, in one rank or all: nan (gradients), leap (told loss), flip (a bit), sleep, raise."""
+    """For `cli.start`, once, in one rank or all: nan (gradients), leap (told loss), flip (a bit), sleep, raise, slow.
+
+    A slow rank naps in each step from that one on, and ranks are compared once a second.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])

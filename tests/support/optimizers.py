@@ -151,7 +151,8 @@ def save_and_go_on(names: list[str], folder: str) -> dict[str, Any]:
 
 def load_and_go_on(names: list[str], folder: str) -> dict[str, Any]:
     """What a fresh model and optimizer hold after loading, and two steps later."""
-    from shardwise.checkpoint.store import load_tensors, step_folder
+    from shardwise.checkpoint.folders import step_folder
+    from shardwise.checkpoint.store import load_tensors
     from shardwise.train.state import prime_optimizer, tensors_of
     from shardwise.zero.stages import ShardedModel
 

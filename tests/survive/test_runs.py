@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from safetensors.torch import load_file
 from support import cli, faults
 from support.tiny import tiny_run, tokenizer_folder
 
+from shardwise.checkpoint import host_copies
+from shardwise.checkpoint.host_copies import newest_copy
 from shardwise.survive.restarts import aside
 
 
@@ -53,6 +57,60 @@ def test_a_killed_rank_is_started_again(folder: Path, undisturbed: Path) -> None
     assert code == 0, err
     assert "rank 1 failed at step" in err and "SIGKILL" in err and "(1 of 3)" in err and "→" not in err
     assert (output / "logs/start-1/rank-1.log").is_file()
+    assert same(output, undisturbed)
+
+
+def copied(process: subprocess.Popen[str], output: Path, beyond: int) -> int:
+    """Waits for a copy in memory of a later step; its step."""
+    while (step := newest_copy(output)) <= beyond:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return step
+
+
+def left_in_memory(output: Path) -> bool:
+    life = host_copies.read_life(output / "checkpoints")
+    assert life is not None
+    return (host_copies.root() / life.token).exists()
+
+
+def test_a_killed_rank_goes_on_from_memory(folder: Path, undisturbed: Path) -> None:
+    """No checkpoint is on disk yet when the rank dies."""
+    file, output = a_run(folder, "copied", checkpoint={"every": 15, "memory": 2})
+    process = cli.start(file)
+    step = copied(process, output, 3)
+    cli.kill_rank(process, 1)
+    code, out, err = cli.finish(process)
+    assert code == 0 and not (output / "checkpoints/damaged").exists(), err
+    told = re.search(r"starting again from the copy of step (\d+) in memory \(1 of 3\)", err)
+    assert told is not None and step <= int(told[1]) < 15, err
+    assert re.search(rf"going on from the copy of step {told[1]} in memory \(\d+ steps? lost\)", out), out
+    assert same(output, undisturbed) and not left_in_memory(output)
+
+
+@pytest.mark.slow
+def test_copies_outlive_the_command_but_not_the_run(folder: Path, undisturbed: Path) -> None:
+    """The command is killed, and the same one goes on from memory; one that is stopped, or starts afresh, does not."""
+    file, output = a_run(folder, "left", checkpoint={"every": 15, "memory": 2})
+    process = cli.start(file)
+    step = copied(process, output, 3)
+    process.kill()
+    process.communicate()
+    assert left_in_memory(output)
+    process = cli.start(file)
+    cli.wait_for_step(process, output, step + 1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = cli.finish(process)
+    assert code == 130 and "going on from the copy of step" in out, err
+    assert not left_in_memory(output), "it was saved to disk"
+    process = cli.start(file, "resume=never")
+    copied(process, output, 1)
+    first = host_copies.read_life(output / "checkpoints")
+    process.kill()
+    process.communicate()
+    code, out, err = cli.train(file, "resume=never")
+    assert code == 0 and "going on" not in out, err
+    assert first is not None and not (host_copies.root() / first.token).exists() and not left_in_memory(output)
     assert same(output, undisturbed)
 
 

@@ -22,7 +22,8 @@ from shardwise.adapters.export import (
 )
 from shardwise.adapters.merge import Merger, find_base
 from shardwise.adapters.peft import CONFIG, is_adapter
-from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, list_checkpoints
+from shardwise.checkpoint.folders import list_checkpoints
+from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole
 from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.errors import UserError
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from shardwise.checkpoint.folders import list_checkpoints, step_folder
 from shardwise.checkpoint.integrity import (
     MANIFEST,
     Damage,
@@ -55,24 +56,24 @@ def set_aside(output: Path) -> None:
         (output / "metrics.jsonl").rename(output / f"metrics.{number}.jsonl")
 
 
-def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return root / f"step-{step:08d}"
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """Completed-looking checkpoints of a run, oldest first."""
-    return sorted(p for p in root.glob("step-*") if p.is_dir())
-
-
 class SaveFailed(RunFailed):
     """A checkpoint that could not be written, and the rank to blame."""
 
     def __init__(self, failure: BaseException, rank: int) -> None:
-        self.rank, reason = rank, failure
-        if isinstance(failure, CheckpointException) and failure.failures:
-            self.rank, (reason, _) = next(iter(failure.failures.items()))
+        self.rank, reason = _blamed(failure, rank)
         super().__init__(f"a checkpoint could not be written ({type(reason).__name__}: {reason})")
+
+
+def _blamed(failure: BaseException, rank: int) -> tuple[int, BaseException]:
+    if isinstance(failure, CheckpointException) and failure.failures:
+        rank, (failure, _) = next(iter(failure.failures.items()))
+    return rank, failure
+
+
+def failure_words(failure: BaseException) -> str:
+    """What went wrong with a save, in a line."""
+    reason = _blamed(failure, 0)[1]
+    return str(reason).splitlines()[0] if isinstance(reason, RunFailed) else f"{type(reason).__name__}: {reason}"
 
 
 class CheckpointStore:
@@ -108,7 +109,7 @@ class CheckpointStore:
             (partial / RUN).write_text(run_json)
             write_model(partial / MODEL)
         dist.barrier(group=self.group)
-        whole, rows = split_rows(_detached(tensors))
+        whole, rows = split_rows(detached(tensors))
         kind = BoundedWriter if rows else FileSystemWriter
         writer = kind(partial / STATE, single_file_per_rank=True, sync_files=True)
         if rows:  # copying what was offloaded, to write it later, would take the memory it was offloaded from
@@ -173,7 +174,8 @@ class CheckpointStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _detached(tensors: dict[str, Any]) -> dict[str, Any]:
+def detached(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same values, without their history."""
     return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
 
 
@@ -227,18 +229,20 @@ def _names(folders: list[Path]) -> str:
     return ", ".join(str(f) for f in folders) or "(none here)"
 
 
-def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def load_tensors(
+    folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None, reader: SafeReader | None = None
+) -> None:
     """Fills tensors in place from a verified checkpoint; sharding may differ from when it was saved."""
-    reader = SafeReader(folder / STATE)
+    reader = reader or SafeReader(folder / STATE)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
-            whole, rows = split_rows(_detached(tensors))
+            whole, rows = split_rows(detached(tensors))
             load(whole, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         print(error, file=sys.stderr)
         reason = next(iter(error.failures.values()))[0] if error.failures else error
-        if isinstance(reason, UserError):  # the reader's own words (safe.py)
+        if isinstance(reason, UserError | RunFailed):  # the reader's own words (safe.py, copies.py)
             raise reason from None
         raise UserError("resume", str(folder), f"does not fit this model ({str(reason).splitlines()[0]})",
                         "use the model it was saved from, or start afresh with resume=never") from None  # fmt: skip

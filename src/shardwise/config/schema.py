@@ -497,6 +497,21 @@ class Checkpoint(Section):
         default=Metric(), description="figure of the evaluations that decides which checkpoint is the best"
     )
     background: bool = Field(default=True, description="write while training goes on")
+    memory: Interval | None = Field(
+        default=None,
+        description="besides, copies of the state in the memory of its host and of another one, to go on from when a "
+        "rank or a host dies: every so many steps (5) or so often (30s); null = none",
+    )
+
+    @model_validator(mode="after")
+    def _more_often(self) -> Checkpoint:
+        memory, disk = self.memory, self.every
+        if memory is not None and disk is not None:
+            pairs = ((memory.steps, disk.steps), (memory.seconds, disk.seconds))
+            if any(often is not None and seldom is not None and often >= seldom for often, seldom in pairs):
+                problem = f"every {memory} is no more often than checkpoints on disk (every {disk})"
+                raise Clash("memory", problem, "copy to memory more often, or leave it out")
+        return self
 
 
 class Export(Section):

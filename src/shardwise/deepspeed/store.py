@@ -18,16 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.safe import SafeReader
-from shardwise.checkpoint.store import (
-    MODEL,
-    STATE,
-    CheckpointStore,
-    check_whole,
-    list_checkpoints,
-    load_tensors,
-    read_trainer,
-)
+from shardwise.checkpoint.store import MODEL, STATE, CheckpointStore, check_whole, load_tensors, read_trainer
 from shardwise.engine import Engine
 from shardwise.errors import UserError
 from shardwise.train.state import prime_optimizer

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.store import check_whole, list_checkpoints, load_tensors, read_trainer
+from shardwise.checkpoint.folders import list_checkpoints
+from shardwise.checkpoint.store import check_whole, load_tensors, read_trainer
 from shardwise.config.units import parse_size
 from shardwise.deepspeed.store import LATEST, PREFIX, names_in
 from shardwise.errors import UserError

@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from shardwise.checkpoint.store import RUN, list_checkpoints
+from shardwise.checkpoint.folders import list_checkpoints
+from shardwise.checkpoint.store import RUN
 from shardwise.config.schema import Run
 from shardwise.errors import Interrupted, UserError
 from shardwise.evaluate.bars import Bar, bars

@@ -37,6 +37,7 @@ def launch(job: Job) -> None:
 
     A run that lost a rank is started again from its last checkpoint, as often as `restarts` says.
     """
+    from shardwise.checkpoint.host_copies import freed
     from shardwise.survive.restarts import Lost, Restarts
     from shardwise.zero.disk import remove_left_overs
 
@@ -46,7 +47,7 @@ def launch(job: Job) -> None:
     for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*"), *logs.glob(FAILURE)):
         earlier.unlink()
     restarts = Restarts(job)
-    with _Signals() as signals, _kept(logs / FAILURE):
+    with freed(job.output), _Signals() as signals, _kept(logs / FAILURE):
         for number in itertools.count(1):
             try:
                 return _attempt(job, signals)
@@ -219,7 +220,7 @@ def _guess(number: int) -> str:
 
 
 def _how_to_go_on(job: Job) -> str:
-    from shardwise.checkpoint.store import list_checkpoints
+    from shardwise.checkpoint.folders import list_checkpoints
 
     found = list_checkpoints(job.output / "checkpoints")
     if not found:

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardwise.checkpoint.folders import newest_step
+from shardwise.checkpoint.host_copies import HOST_VARIABLE, forget_copies, newest_copy
 from shardwise.errors import UserError
 from shardwise.launch.group import Ended, Group, Plan
 from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
@@ -103,6 +105,7 @@ class Node:
                 self._group.kill()
             if self._keeper is not None:
                 self._keeper.finish(self._settings.rules.patience + (self._plan.grace if code not in (0, 2) else 0))
+            forget_copies(self._settings.output, self._settings.name)
             with contextlib.suppress(OSError):
                 marker.unlink()
                 marker.parent.rmdir()
@@ -256,9 +259,9 @@ class Node:
         return self._settings.output / ".hosts" / host
 
     def _newest(self) -> int:
-        folder = self._settings.output / "checkpoints"
-        steps = [path.name.partition("-")[2] for path in folder.glob("step-*")]
-        return max((int(step) for step in steps if step.isdecimal()), default=-1)
+        """Of checkpoints, and of copies in memory of which this host has a part."""
+        output = self._settings.output
+        return max(newest_step(output / "checkpoints"), newest_copy(output, self._settings.name, whole=False))
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # whoever listened may be gone
@@ -302,7 +305,8 @@ def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
         asked.name or name_here(), place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw
     )
     arguments = ("train", str(run_file), *overrides)
-    return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, {})).run()
+    env = {HOST_VARIABLE: settings.name}
+    return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, env)).run()
 
 
 def name_here() -> str:

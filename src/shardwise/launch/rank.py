@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from typing import Any
 
 from shardwise.train.worker import _die_with_parent, _leave
 
@@ -16,7 +18,15 @@ def main(parent: int, arguments: list[str]) -> None:
     _die_with_parent(parent)
     from shardwise.cli import main as command_line
 
-    command_line(arguments)
+    code: Any = 0
+    try:
+        command_line(arguments)
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by the interpreter's own end: a thread that is within torch then would turn a good end into SIGABRT.
+    os._exit(code if isinstance(code, int) else int(bool(code)))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from shardwise.adapters.library import load_adapters, use_adapter
 from shardwise.adapters.merge import find_base
 from shardwise.adapters.peft import is_adapter, read_adapter
 from shardwise.adapters.plan import attach
+from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.hf import find_checkpoint
-from shardwise.checkpoint.store import MODEL, check_whole, list_checkpoints, load_tensors
+from shardwise.checkpoint.store import MODEL, check_whole, load_tensors
 from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError

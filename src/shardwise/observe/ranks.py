@@ -47,8 +47,8 @@ class RankFile:
             "pid": os.getpid(), "began": self._process.create_time(), "time": time.time(),
         })  # fmt: skip
 
-    def report(self, records: list[Record]) -> None:
-        """What this rank knows of the steps that these training records tell of."""
+    def report(self, records: list[Record], waiting: float | None = None) -> None:
+        """What this rank knows of the steps that these records tell of; `waiting`: its share, by pace.py."""
         if not records:
             return
         last, spent = records[-1], self._spent()
@@ -62,6 +62,8 @@ class RankFile:
         }  # fmt: skip
         if parts := last.get("breakdown"):
             line["waiting"] = round(sum(parts.get(name, 0.0) for name in WAITS), 6)
+        elif waiting is not None and seconds:
+            line["waiting"] = round(waiting * seconds, 6)
         self._cpu = spent
         self._lines.write(line)
 

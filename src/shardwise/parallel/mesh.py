@@ -99,6 +99,7 @@ class World:
     control: dist.ProcessGroup
     checkpoint: dist.ProcessGroup
     layout: Layout
+    copies: dist.ProcessGroup | None = None  # for copies in memory, where there are any
     tensor: DeviceMesh | None = None
     context: DeviceMesh | None = None
     pipeline: DeviceMesh | None = None
@@ -128,10 +129,11 @@ def shard_size(zero: int, shard: int | None, ranks: int) -> int:
 def init_world(run: Run) -> World:
     """Joins the process group that the environment (ours or torchrun's) describes and lays out the run's mesh."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    return join_world(run.device, run.backend, run.timeout, layout_of(run.parallel, ranks))
+    copies = run.checkpoint.memory is not None
+    return join_world(run.device, run.backend, run.timeout, layout_of(run.parallel, ranks), copies)
 
 
-def join_world(device_type: str, backend: str, timeout: float, layout: Layout) -> World:
+def join_world(device_type: str, backend: str, timeout: float, layout: Layout, copies: bool = False) -> World:
     """Joins (or, for one process, makes) the process group, and lays the meshes out."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -151,8 +153,10 @@ def join_world(device_type: str, backend: str, timeout: float, layout: Layout) -
     host = "fake" if dist.get_backend() == "fake" else "gloo"  # ranks of a rehearsal talk to nobody
     control = dist.new_group(backend=host, timeout=timedelta(seconds=timeout + LATER))
     checkpoint = dist.new_group(backend=host, timeout=timedelta(seconds=max(timeout, 1800)))
+    # Of their own again: a copy is made while a checkpoint may still be written.
+    third = dist.new_group(backend=host, timeout=timedelta(seconds=max(timeout, 1800))) if copies else None
     return World(
-        rank, size, local_rank, device, control=control, checkpoint=checkpoint, layout=layout, **meshes
+        rank, size, local_rank, device, control=control, checkpoint=checkpoint, layout=layout, copies=third, **meshes
     )  # fmt: skip
 
 

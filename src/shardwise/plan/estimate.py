@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shardwise.checkpoint.host_copies import GENERATIONS
 from shardwise.config.axes import data_ranks
 from shardwise.config.schema import Run
 from shardwise.models.source import ModelSource
@@ -21,7 +22,7 @@ from shardwise.plan.sketch import Sketched, sketch
 from shardwise.plan.time import StepTime, step_time
 from shardwise.rehearse.ledger import WORKSPACE
 from shardwise.rehearse.tally import Tally
-from shardwise.zero.policy import held_by_place
+from shardwise.zero.policy import held_by_place, state_bytes
 
 MARGIN = 0.03  # of the memory, for what the allocator cannot put to use
 
@@ -189,6 +190,10 @@ def _elsewhere(tally: Tally, run: Run, cluster: Cluster) -> tuple[float, float]:
     host = sum(places.get("cpu", {}).values()) * ranks + PROCESS * ranks
     if run.offload.activations != "none":
         host += tally.kept * ranks
+    if run.checkpoint.memory is not None:  # two of this node's part and of another's, and one that is being made
+        nodes = max(1, math.ceil(cluster.ranks / cluster.per_node))
+        state = tally.trained * (4 + state_bytes(run.train)) * cluster.ranks / max(1, layout.replicate) / nodes
+        host += state * (GENERATIONS * min(2, nodes) + 1)
     return host, sum(places.get("disk", {}).values()) * ranks
 
 

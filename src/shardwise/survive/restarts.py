@@ -11,8 +11,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.checkpoint.folders import list_checkpoints, newest_step
+from shardwise.checkpoint.host_copies import newest_copy
 from shardwise.checkpoint.integrity import verify
-from shardwise.checkpoint.store import list_checkpoints
 from shardwise.errors import RunFailed
 from shardwise.train.job import Job
 
@@ -33,14 +34,15 @@ class Restarts:
     def __init__(self, job: Job) -> None:
         self._job, self._most, self._spent = job, job.run.restarts, 0
         self._root = job.output / "checkpoints"
-        self._before = self._known = self._newest()
+        self._before = self._newest()
+        self._known = (self._before, newest_copy(job.output))
 
     def after(self, failure: Lost) -> tuple[Job, str]:
         """The job to start next and what to tell of it; raises the failure where there is to be no other start."""
         put_aside = aside(self._root)
-        newest = self._newest()
-        if newest != self._known:
-            self._known, self._spent = newest, 0
+        newest, won = self._newest(), (self._newest(), newest_copy(self._job.output))
+        if won != self._known:
+            self._known, self._spent = won, 0
         counted = not isinstance(failure, Wrong)
         if counted and self._spent >= self._most:
             if self._most:
@@ -48,7 +50,11 @@ class Restarts:
             raise failure
         self._spent += counted
         job, place = self._job, "the beginning"
-        if newest is not None and newest != self._before:  # of this run, so that nothing else is resumed
+        copy = newest_copy(job.output)
+        if copy > newest_step(self._root) and counted:
+            job = replace(job, run=job.run.model_copy(update={"resume": "auto"}))
+            place = f"the copy of step {copy} in memory"
+        elif newest is not None and newest != self._before:  # of this run, so that nothing else is resumed
             job = replace(job, run=job.run.model_copy(update={"resume": "auto"}))
             place = newest[0]
         elif job.run.resume != "never" and newest is not None:

@@ -45,7 +45,8 @@ class Watchdog:
         self._attempt = attempt
         self._model: nn.Module | None = None
         self._over = threading.Event()
-        self._patient = {world.checkpoint.group_name}  # its members may wait for a slow disk
+        # Their members may wait for a slow disk or network while training goes on.
+        self._patient = {group.group_name for group in (world.checkpoint, world.copies) if group is not None}
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:

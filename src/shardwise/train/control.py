@@ -1,4 +1,4 @@
-"""Decisions that all ranks must take at the same step: stop (Ctrl-C, SIGTERM) and timed checkpoints.
+"""Decisions that all ranks must take at the same step: stop (Ctrl-C, SIGTERM), timed checkpoints, copies in memory.
 
 Each step begins an asynchronous vote on the host's own group and reads it at the end of the step, so nobody waits: the
 vote travels while the device computes.
@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 
-STOP, SAVE, EVAL = range(3)
+STOP, SAVE, EVAL, COPY, PACE, BUSY = range(6)
 
 
 class Control:
     """Votes of the ranks on whether to stop and whether a timed save or evaluation is due."""
 
-    def __init__(self, group: dist.ProcessGroup, save_seconds: float | None, eval_seconds: float | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        save_seconds: float | None,
+        eval_seconds: float | None,
+        copy_seconds: float | None = None,
+        pace_seconds: float | None = None,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`busy`: whether this rank still makes the last copy in memory, so that no rank begins another."""
         self._group = group
         self._alone = dist.get_world_size(group) == 1
         self._is_main = dist.get_rank(group) == 0
-        self._every = {SAVE: save_seconds, EVAL: eval_seconds}
+        self._every = {SAVE: save_seconds, EVAL: eval_seconds, COPY: copy_seconds, PACE: pace_seconds}
         self._since = dict.fromkeys(self._every, time.monotonic())
         self._previous: dict[int, object] = {}
-        self._vote = torch.zeros(3, dtype=torch.int32)
+        self._vote = torch.zeros(6, dtype=torch.int32)
         self._work: dist.Work | None = None
         self.signal: int | None = None
+        self._busy = busy
+        self.busy = self.copy_due = self.pace_due = False  # by the last vote
 
     def __enter__(self) -> Control:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -53,6 +65,7 @@ class Control:
         for what, seconds in self._every.items():
             due = self._is_main and seconds is not None and time.monotonic() - self._since[what] >= seconds
             self._vote[what] = int(due)
+        self._vote[BUSY] = int(self._busy())
         if not self._alone:
             self._work = dist.all_reduce(self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
@@ -60,8 +73,9 @@ class Control:
         """The outcome: the signal to stop on (0 = go on), whether to save, whether to evaluate."""
         if self._work is not None:
             self._work.wait()
-        stop, save, evaluate = (int(v) for v in self._vote)
-        for what, due in ((SAVE, save), (EVAL, evaluate)):
+        stop, save, evaluate, copy, pace, busy = (int(v) for v in self._vote)
+        self.busy, self.copy_due, self.pace_due = bool(busy), bool(copy and not busy), bool(pace)
+        for what, due in ((SAVE, save), (EVAL, evaluate), (COPY, self.copy_due), (PACE, pace)):
             if due:
                 self._since[what] = time.monotonic()
         return stop, bool(save), bool(evaluate)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.describe import method_lines
-from shardwise.checkpoint.store import step_folder
+from shardwise.checkpoint.folders import step_folder
 from shardwise.config.compat import remarks
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.apart.meeting import join_others
-from shardwise.checkpoint.store import step_folder
+from shardwise.checkpoint.folders import step_folder
 from shardwise.data.ahead import Ahead
 from shardwise.data.loader import StepBatch
 from shardwise.errors import RunFailed
@@ -20,12 +20,14 @@ from shardwise.export.facts import write_data
 from shardwise.models.attention import fast_attention
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import read_metrics
+from shardwise.observe.pace import EVERY, Pace
 from shardwise.optim.schedules import set_rates
 from shardwise.parallel.mesh import World
 from shardwise.plan.kept import beside_prediction
 from shardwise.survive.guard import Guard
 from shardwise.train.control import Control
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
+from shardwise.train.job import Job
 from shardwise.train.profiling import Profiling
 from shardwise.train.report import Report
 from shardwise.train.samples import forget_samples_after, write_samples
@@ -50,15 +52,15 @@ def fit(parts: Parts) -> Outcome:
     run, world, position = parts.job.run, parts.world, parts.position
     total = run.train.steps
     assert total is not None
-    save_every, eval_every = run.checkpoint.every, run.train.eval_every
+    save_every, eval_every, copy_every = run.checkpoint.every, run.train.eval_every, run.checkpoint.memory
     stop, loss, eval_loss = 0, None, None
     meeting = join_others(parts)  # of workers that train apart: it may move the position on
     report = Report(parts, total)
     watch = watch_of(parts)
     forget_samples_after(parts)
-    control = Control(
-        world.control, save_every.seconds if save_every else None, eval_every.seconds if eval_every else None
-    )
+    save_seconds, eval_seconds, copy_seconds = (e.seconds if e else None for e in (save_every, eval_every, copy_every))
+    control = Control(world.control, save_seconds, eval_seconds, copy_seconds, EVERY, lambda: parts.copies.busy)
+    pace = Pace(world.control, parts.timer)
     guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
     skipped = guard.resume(position)
     profiling = Profiling(parts.job, world)
@@ -66,7 +68,7 @@ def fit(parts: Parts) -> Outcome:
         parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data,
         end=position.sequences + (total - position.step) * run.train.batch_size,
     )  # fmt: skip
-    with control, report, batches, meeting:
+    with control, report, batches, meeting, pace:
         report.noted([*skipped, *meeting.notes])
         if (position.step >= total or watch.enough) and not step_folder(parts.store.root, position.step).is_dir():
             save(parts)  # it was finished in another output folder
@@ -74,6 +76,7 @@ def fit(parts: Parts) -> Outcome:
             step = position.step
             parts.store.raise_if_failed()
             control.begin()
+            pace.begin()
             parts.status.set("computing", step + 1)
             seed_step(run.train.seed, step, world.rank // world.layout.tensor)
             with parts.timer.region("data"):
@@ -94,24 +97,29 @@ def fit(parts: Parts) -> Outcome:
             position.tokens += batch.tokens
             position.supervised += batch.supervised
             parts.meter.add(step, rate, summed, norm, batch)
+            pace.end()
 
             stop, save_due, eval_due = control.end()
             last = position.step == total
             evaluating = parts.eval_loader is not None and not stop and (last or eval_due or _due(eval_every, step + 1))
             saving = last or bool(stop) or save_due or _due(save_every, step + 1)
             meets = (last or not stop) and meeting.due(position.step, last)
+            copying = not saving and parts.copies.due(position.step, copy_every, control)
             # Read before anything is saved: the checkpoint of a run that has come to nothing would be of no use.
-            if evaluating or saving or meets or position.step % run.log.every == 0:
+            if evaluating or saving or copying or meets or position.step % run.log.every == 0:
                 records = parts.spread.annotate(parts.timer.annotate(parts.meter.flush()))
                 failure = guard.look(records, position)
                 failure = failure or guard.compare(lambda: tensors_of(parts.sharded, parts.optimizer), position.step)
-                report.trained(records)
+                report.trained(records, pace.waiting)
                 if trouble := parts.scaler.trouble():
                     failure = failure or RunFailed(trouble)
                 if failure is not None:
                     parts.store.wait()  # a checkpoint under way is of a step before
+                    parts.copies.drop()  # they may be too new to go back to
                     raise failure
                 loss = records[-1]["loss"]
+            if control.pace_due:
+                report.slow(pace.compare(position.step))
             if meets:  # before evaluating and saving: both are of what all workers came to
                 parts.status.set("meeting the other workers")
                 with parts.meter.paused():
@@ -130,9 +138,14 @@ def fit(parts: Parts) -> Outcome:
                 parts.status.set("saving")
                 with parts.meter.paused():
                     save(parts)
+            elif copying:
+                copy(parts)
+            parts.copies.done(position.step)
+            report.noted(parts.copies.notes())
         report.noted(parts.spread.idle())
         parts.status.set("finishing the last checkpoint")
         parts.store.wait()
+        parts.copies.close()
         outcome = Outcome(position.step, loss, eval_loss, stop, watch.enough)
         if not stop and world.is_main:
             parts.status.set("exporting")
@@ -202,16 +215,28 @@ def watch_of(parts: Parts) -> Watch:
 
 def save(parts: Parts) -> None:
     """Starts a checkpoint of the current position."""
+    job, tensors, position, run_json = _state(parts)
+    parts.store.save(
+        parts.position.step, tensors, position, run_json,
+        lambda folder: write_model(folder, parts.sharded.model, job), parts.position.best_step,
+    )  # fmt: skip
+    parts.sharded.saved()
+
+
+def copy(parts: Parts) -> None:
+    """Starts a copy of the current position in memory."""
+    _, tensors, position, run_json = _state(parts)
+    parts.copies.save(parts.position.step, tensors, position, run_json)
+    parts.sharded.saved()
+
+
+def _state(parts: Parts) -> tuple[Job, dict[str, Any], dict[str, Any], str]:
+    """What a later start needs."""
     position, job = parts.position, parts.job
     position.seconds = parts.meter.seconds
     position.scaler = parts.scaler.state_dict()
-
-    parts.store.save(
-        position.step, tensors_of(parts.sharded, parts.optimizer), position.to_json(job.data.fingerprint),
-        job.run.model_dump_json(indent=1), lambda folder: write_model(folder, parts.sharded.model, job),
-        position.best_step,
-    )  # fmt: skip
-    parts.sharded.saved()
+    tensors = tensors_of(parts.sharded, parts.optimizer)
+    return job, tensors, position.to_json(job.data.fingerprint), job.run.model_dump_json(indent=1)
 
 
 def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.memory import MemoryWatch
 from shardwise.observe.metrics import MetricsFile
+from shardwise.observe.pace import told
 from shardwise.observe.progress import Progress
 from shardwise.observe.ranks import HostWatch, RankFile, host_file
 from shardwise.observe.tables import Tables
@@ -68,9 +69,9 @@ class Report:
             self._progress.__exit__(*error)
             self._file.close()
 
-    def trained(self, records: list[dict[str, Any]]) -> None:
-        """New training records, oldest first."""
-        self._own.report(records)
+    def trained(self, records: list[dict[str, Any]], waiting: float | None = None) -> None:
+        """New training records, oldest first; `waiting`: this rank's share of a step, for others, of late."""
+        self._own.report(records, waiting)
         for record in records if self._active else []:
             if self._scaler.is_enabled() and not math.isfinite(record["grad_norm"]):
                 record["skipped"] = True
@@ -114,6 +115,12 @@ class Report:
             self._file.append(record | {"time": time.time()})
             if record.get("lost"):
                 self._progress.note(f"step {record['step']}: came too late to be counted; went on from the others'")
+
+    def slow(self, records: list[dict[str, Any]]) -> None:
+        """Ranks that were found to keep the others waiting."""
+        for record in records if self._active else []:
+            self._file.append(record)
+            self._progress.note(told(record))
 
     def ended(self, early: str) -> None:
         """Why there are no more steps, where it is not that all are done."""

@@ -7,7 +7,7 @@ build → adapters → fp8 → experts → pipeline → tensor → context → r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from shardwise.acting import compiled
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.fill import fill_adapters
 from shardwise.adapters.layers import multiply_bases_in_float8
+from shardwise.checkpoint.copies import Copies, NoCopies
+from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
 from shardwise.config.methods import Full
@@ -36,6 +38,7 @@ from shardwise.objectives.make import make_objective
 from shardwise.observe.breakdown import OFF, Timer, timer_for
 from shardwise.observe.comms import watch_collectives
 from shardwise.observe.hardware import flops_per_token, peak_flops
+from shardwise.observe.pace import SampledTimer
 from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.context.install import Context
@@ -84,6 +87,7 @@ class Parts:
     status: Status
     spread: Spread
     timer: Timer = OFF
+    copies: Copies | NoCopies = field(default_factory=NoCopies)
 
 
 def build_model(
@@ -197,6 +201,8 @@ def build_parts(
     disk = disk or DiskFolder(job.offload_folder, world.rank, world.size)
     status.set("loading the model")
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
+    if timer is OFF and world.device.type == "cuda" and world.size > 1:
+        timer = SampledTimer(world.device)  # for the alarm of slow ranks
     choose = partial(tune, run, world, say=say, output=job.output)
     sharded, spread = build_model(job, world, timer, choose=choose)
     optimizer = build_optimizer(job, world, sharded, disk, say)
@@ -213,22 +219,27 @@ def build_parts(
         check_divided_rows(spread.context, run.data.packing, say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
+    copies = Copies(root, world.copies, afresh=run.resume != "auto") if world.copies is not None else NoCopies()
     if run.resume == "never" and world.is_main:
         set_aside(job.output)
     store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.background, world.checkpoint)
     position = Position()
-    if (folder := choose_checkpoint(run.resume, root)) is not None:
+    folder, reader, place = choose_checkpoint(run.resume, root), None, ""
+    if run.resume == "auto" and (found := copies.find(beyond=newest_step(root))) is not None:
+        folder, reader, place = found.folder, copies.reader(found), f"the copy of step {found.step} in memory"
+    if folder is not None:
         status.set("resuming")
-        position = restore(folder, sharded, optimizer, job.data.fingerprint, world.control, world.checkpoint)
+        position = restore(folder, sharded, optimizer, job.data.fingerprint, world.control, world.checkpoint, reader)
         if position.scaler:
             scaler.load_state_dict(position.scaler)
         steps = run.train.steps or 0
         if position.step < steps:
-            say(f"going on from {folder} (step {position.step})")
+            say(f"going on from {place or f'{folder} (step {position.step})'}{copies.told(position.step)}")
             for change in changed_settings(folder, run):
                 say(f"changed since then: {change}")
         else:
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
+    copies.began(position.step)
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
     loader = job.loader()
@@ -237,7 +248,7 @@ def build_parts(
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
         job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
-        position, meter, status, spread, timer,
+        position, meter, status, spread, timer, copies,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.adapters.export import write_adapter_config
+from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
 from shardwise.data.fingerprint import write_fingerprint
 from shardwise.models.build import class_name
@@ -105,16 +106,23 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restore(
-    folder: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer, fingerprint: str, control: Any, group: Any
+    folder: Path,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    fingerprint: str,
+    control: Any,
+    group: Any,
+    reader: SafeReader | None = None,
 ) -> Position:
-    """Reads a checkpoint into the parts; refuses damage, another model, other data."""
-    check_whole(folder, control)
+    """Reads a checkpoint into the parts; refuses damage, another model, other data. `reader`: of a verified copy."""
+    if reader is None:
+        check_whole(folder, control)
     check_same_data(folder, fingerprint)
     values = read_trainer(folder)
     values.pop("data_fingerprint")
     if "best_loss" in values:  # written before another figure could decide
         values |= {"best_value": values.pop("best_loss"), "best_metric": "eval_loss"}
     prime_optimizer(optimizer)
-    load_tensors(folder, tensors_of(sharded, optimizer), group)
+    load_tensors(folder, tensors_of(sharded, optimizer), group, reader)
     sharded.updated()
     return Position(**values)

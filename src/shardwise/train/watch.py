@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.store import step_folder
+from shardwise.checkpoint.folders import step_folder
 from shardwise.config.metrics import Metric
 from shardwise.config.schema import Run
 from shardwise.errors import UserError

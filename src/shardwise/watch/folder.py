@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.folders import list_checkpoints, step_of
 from shardwise.observe.metrics import flat
 from shardwise.observe.ranks import host_file
 from shardwise.watch.columns import Column, Columns, Points
@@ -177,11 +178,11 @@ class RunFolder:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Oldest first: step, bytes, when, and which is the best."""
-        found = sorted(p for p in (self.path / "checkpoints").glob("step-*") if p.is_dir())
+        found = list_checkpoints(self.path / "checkpoints")
         best = read_json(found[-1] / "trainer.json") if found else {}
         rows = []
         for folder in found:
-            step = int(folder.name[5:]) if folder.name[5:].isdigit() else None
+            step = step_of(folder)
             try:
                 written = folder.stat().st_mtime
             except OSError:
@@ -223,7 +224,7 @@ class RunFolder:
         """The resolved run, flat: `train.learning_rate` and so on."""
         run = read_json(self.path / "job.json").get("run")
         if not isinstance(run, dict):
-            folders = sorted((self.path / "checkpoints").glob("step-*"))
+            folders = list_checkpoints(self.path / "checkpoints")
             run = read_json(folders[-1] / "run.json") if folders else {}
         return dict(flat(run))
 

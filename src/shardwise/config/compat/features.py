@@ -195,6 +195,7 @@ SCRATCH = _hidden(
 )  # fmt: skip
 MERGED = _hidden("export.merged", "export.merged", True)
 STOP_EARLY = _hidden("stop_early", "train.stop_early", {"patience": 3}, _given)
+COPIES = _hidden("checkpoint.memory", "checkpoint.memory", "5", _given)
 OTHER_BEST = _hidden("checkpoint.best", "checkpoint.best", "accuracy", lambda best: best != type(best)())
 EXPORT_BEST = _hidden("export.checkpoint: best", "export.checkpoint", "best")
 NO_EVALUATION = _hidden("no data.eval", "data.eval", 0.0, lambda share: share == 0.0)

@@ -267,6 +267,12 @@ AIMS = (
     _rule("parallel.expert", (f.EXPERT, _others(f.OBJECTIVES, *ONCE)), _for(ONCE), "leave it out"),
 )  # fmt: skip
 
+MEMORY = (
+    _rule("checkpoint.memory", (f.COPIES, (f.STATES[1], f.PARAMETERS[1])),
+          "what is offloaded to disk does not fit in memory, and copies of it would not either",
+          "leave it out: checkpoint.every alone saves to disk"),
+)  # fmt: skip
+
 MACHINES = (
     _rule("fp8", (f.FP8, (f.PRECISIONS[0], f.FP16)), "computes beside bf16, not {precision}",
           f"set precision: bf16, or {NO_FP8}", shown="fp8.recipe"),
@@ -302,5 +308,6 @@ REMARKS = (
 )  # fmt: skip
 
 RULES = (
-    *SECTIONS, *BESIDE_AXES, *STAGES, *PLACES, *UPDATES, *METHODS, *WORKERS, *EVALUATIONS, *AIMS, *MACHINES, *REMARKS,
+    *SECTIONS, *BESIDE_AXES, *STAGES, *PLACES, *UPDATES, *METHODS, *WORKERS, *EVALUATIONS, *AIMS, *MEMORY, *MACHINES,
+    *REMARKS,
 )  # fmt: skip

@@ -1,0 +1,442 @@
+"""Copies of a run's state in the memory of its host and of one other, so that little is lost when one of them dies.
+
+Every some steps each rank writes its part to its host's memory (host_copies.py), in the form of checkpoints on disk,
+and in the background to that of the next host in a ring. A copy counts once every part lies on both; two are kept, so
+that a crash while one is made leaves the other.
+
+After a crash the hosts that are there tell each other what they hold. The newest copy of which every file lies on one
+of them, with the right hash, is gone on from: a rank reads what is on its own host, and what is not is sent by a rank
+of a host that has it. Any number of ranks and hosts will do, as with checkpoints on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint import host_copies
+from shardwise.checkpoint.exchange import Transfer, fetches, move, reserve, ring
+from shardwise.checkpoint.folders import newest_step
+from shardwise.checkpoint.host_copies import GENERATIONS, Found, Life
+from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_manifest, write_manifest
+from shardwise.checkpoint.rows import BoundedWriter, SaveRows, split_rows
+from shardwise.checkpoint.safe import SafeReader
+from shardwise.checkpoint.store import RUN, STATE, TRAINER, detached, failure_words
+from shardwise.config.units import Every
+from shardwise.errors import RunFailed
+
+INDEX = f"{STATE}/.metadata"
+SMALL = (INDEX, TRAINER, RUN, MANIFEST)  # which every host has
+SPARE = 2 << 30  # bytes that copies leave of a host's free memory
+
+
+class Votes(Protocol):
+    """What the ranks agreed on as the step began (train/control.py)."""
+
+    busy: bool
+    copy_due: bool
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy to go on from: this host's folder of it, and which hosts hold each file."""
+
+    folder: Path
+    step: int
+    holders: dict[str, list[str]]
+    sizes: dict[str, int]
+    digests: dict[str, str]
+
+
+class Copies:
+    """The copies of one run, as one of its ranks sees them. All ranks call all methods, unless said otherwise."""
+
+    def __init__(self, checkpoints: Path, group: dist.ProcessGroup, afresh: bool) -> None:
+        """`afresh`: earlier copies are not to be gone on from."""
+        self._checkpoints, self._group = checkpoints, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        name = f"{host_copies.host_name()} {_boot()}"
+        self._hosts = self._gather(name)
+        self._host = name
+        self._leads = self._hosts.index(name) == self._rank
+        before = host_copies.read_life(checkpoints) if self._rank == 0 else None
+        life = host_copies.new_life() if self._rank == 0 and (before is None or afresh) else before
+        box: list[Any] = [before, life]
+        dist.broadcast_object_list(box, group=group, group_src=0)
+        before, self._life = box
+        if self._leads and before is not None and before.token != self._life.token:
+            host_copies.remove(self._folder_of(before))
+        self.folder = self._folder_of(self._life)
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            host_copies.make_private(folder)
+        self._held = host_copies.hold(self.folder)
+        if self._leads:
+            host_copies.sweep(keep=[self._life.token])
+            for left_over in self.folder.glob(".step-*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+        self._reached = os.open(self.folder / host_copies.REACHED, os.O_CREAT | os.O_RDWR, 0o600)
+        self.lost_from = max(self._gather(host_copies.read_reached(self.folder)))
+        self._next = ring(self._hosts)
+        # The memory that a copy is written from is kept for the next: fresh pages cost more than the copying.
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self._worker: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._notes: list[str] = []
+        self._last: int | None = None
+        self._off = self._measured = False
+
+    def _folder_of(self, life: Life) -> Path:
+        return host_copies.root() / life.token / host_copies.host_name()
+
+    def _gather(self, value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self._size
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+    # Going on from one.
+
+    def find(self, beyond: int) -> Copy | None:
+        """The newest whole copy of a later step than that, every file of it verified; None where there is none."""
+        everyone: list[list[Found]] = self._gather(
+            host_copies.list_copies(self.folder, self._life) if self._leads else []
+        )
+        held = {self._hosts[rank]: found for rank, found in enumerate(everyone) if found}
+        while (chosen := _newest(held, beyond)) is not None:
+            bad = {name for part in self._gather(self._verify(held, chosen)) for name in part}
+            if not bad:
+                return self._prepare(held, chosen)
+            held = _without(held, chosen.name, bad)
+        return None
+
+    def _verify(self, held: dict[str, list[Found]], chosen: Found) -> set[tuple[str, str]]:
+        """Of this host's files this rank's share: those that are not what was written, with the host."""
+        mine = [one for one in held.get(self._host, []) if (one.name, one.seal) == (chosen.name, chosen.seal)]
+        if not mine:
+            return set()
+        folder, files = self.folder / chosen.name, read_manifest(self.folder / chosen.name)
+        if isinstance(files, Damage):
+            return {(self._host, name) for name in mine[0].files}
+        ranks = [rank for rank, host in enumerate(self._hosts) if host == self._host]
+        share = sorted(mine[0].files)[ranks.index(self._rank) :: len(ranks)]
+        bad = {name for name in share if digest_file(folder / name)[1] != files[name][1]}
+        for name in bad:
+            (folder / name).unlink(missing_ok=True)
+        return {(self._host, name) for name in bad}
+
+    def _prepare(self, held: dict[str, list[Found]], chosen: Found) -> Copy:
+        """Gives every host the small files; those of tensors are fetched when it is known who reads which."""
+        holders: dict[str, list[str]] = {}
+        for host, found in held.items():
+            for one in found:
+                if (one.name, one.seal) == (chosen.name, chosen.seal):
+                    for name in one.files:
+                        holders.setdefault(name, []).append(host)
+        giver = self._hosts.index(next(h for h in holders[INDEX] if all(h in holders[n] for n in (TRAINER, RUN))))
+        folder = self.folder / chosen.name
+        box: list[Any] = [None]
+        if self._rank == giver:
+            box = [{name: (folder / name).read_bytes() for name in SMALL}]
+        dist.broadcast_object_list(box, group=self._group, group_src=giver)
+        if self._leads:
+            for name, content in box[0].items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+        dist.barrier(group=self._group)
+        files = read_manifest(folder)
+        assert not isinstance(files, Damage)
+        sizes, digests = ({name: entry[part] for name, entry in files.items()} for part in (0, 1))
+        return Copy(folder, chosen.step, holders, sizes, digests)  # type: ignore[arg-type]
+
+    def reader(self, copy: Copy) -> SafeReader:
+        """Reads a copy's tensors, wherever they lie."""
+        return _Reader(copy, self)
+
+    def fetch(self, copy: Copy, wanted: set[str]) -> None:
+        """Brings what this host's ranks want to this host."""
+        transfers = fetches(self._gather(wanted), self._hosts, copy.holders, copy.sizes)
+        self._carry(copy.folder, transfers)
+        mine = [one for one in transfers if one.target == self._rank]
+        bad = [one for one in mine if digest_file(copy.folder / one.name)[1] != copy.digests[one.name]]
+        if found := [one for part in self._gather(bad) for one in part]:
+            raise RunFailed(f"{found[0].name} of a copy in memory was damaged on its way from rank {found[0].source}")
+
+    def began(self, step: int) -> None:
+        """The run goes on from this step: copies of later ones are of a course that was given up."""
+        self._life = Life(self._life.token, (*self._life.began, step))
+        if self._rank == 0:
+            host_copies.write_life(self._checkpoints, self._life)
+        if self._leads:
+            kept = {one.name for one in host_copies.list_copies(self.folder, self._life)}
+            self._keep(kept)
+        self.done(step)
+        self._last = step
+
+    # Making them.
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still making the last one, or can make no more; asks nobody."""
+        making = self._worker is not None and self._worker.is_alive()
+        return making or self._off or self._failure is not None
+
+    def due(self, step: int, every: Every | None, votes: Votes) -> bool:
+        """Whether so many steps or so much time have passed and no rank is busy; the same on every rank."""
+        counted = every is not None and every.steps is not None and step - (self._last or 0) >= every.steps
+        return not votes.busy and (counted or votes.copy_due)
+
+    def done(self, step: int) -> None:
+        """Notes, for a later start, that this step was done."""
+        if self._leads:
+            os.pwrite(self._reached, f"{step:020d}".encode(), 0)
+
+    def save(self, step: int, tensors: dict[str, Any], trainer: dict[str, Any], run_json: str) -> None:
+        """Copies the state and returns; what remains is done in the background. Only when no rank is busy."""
+        self._last = step
+        if not self._fits(tensors):
+            return
+        partial = self.folder / f".{host_copies.copy_name(step, len(self._life.began))}"
+        (partial / STATE).mkdir(parents=True, exist_ok=True)
+        whole, rows = split_rows(detached(tensors))
+        writer = (BoundedWriter if rows else FileSystemWriter)(
+            partial / STATE, single_file_per_rank=True, sync_files=False
+        )
+        try:
+            if rows:
+                save(whole, storage_writer=writer, planner=SaveRows(rows), process_group=self._group)
+                future: Any = Future()
+                future.set_result(None)
+            else:
+                if self._stager.state_dict_cache is None:  # not pinned: that would be rounded up to powers of two
+                    self._stager.state_dict_cache = _create_cpu_state_dict(whole)
+                future = async_save(whole, storage_writer=writer, process_group=self._group, async_stager=self._stager)
+        except BaseException as failure:  # as all ranks do
+            self._failure = failure
+            return
+        small = {TRAINER: json.dumps(trainer, indent=1).encode(), RUN: run_json.encode()}
+        self._worker = threading.Thread(target=self._finish, args=(partial, future, small), daemon=True)
+        self._worker.start()
+
+    def _finish(self, partial: Path, future: Any, small: dict[str, bytes]) -> None:
+        try:
+            if self._leads:  # the newest stays, whole on all hosts; with the one now made they are two
+                kept = host_copies.list_copies(self.folder, self._life)[1 - GENERATIONS :]
+                self._keep({partial.name, *(one.name for one in kept)})
+            future.result()
+            mine = {f"{STATE}/{file.name}": digest_file(file) for file in (partial / STATE).glob(f"__{self._rank}_*")}
+            everyone: list[dict[str, tuple[int, str]]] = self._gather(mine)
+            box = [small | {INDEX: (partial / INDEX).read_bytes()} if self._rank == 0 else None]
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+            transfers = [
+                Transfer(rank, self._next[rank], name, size)
+                for rank, files in enumerate(everyone if self._next else [])
+                for name, (size, _) in files.items()
+            ]
+            self._carry(partial, transfers)
+            if self._leads:
+                for name, content in (box[0] or {}).items():
+                    (partial / name).write_bytes(content)
+                files = {name: entry for part in everyone for name, entry in part.items()}
+                files |= {name: digest_file(partial / name) for name in box[0] or {}}
+                write_manifest(partial, files)
+                target = partial.with_name(partial.name.removeprefix("."))
+                shutil.rmtree(target, ignore_errors=True)
+                partial.rename(target)
+            dist.barrier(group=self._group)
+        except BaseException as failure:  # DCP's own exception derives from BaseException
+            self._failure = failure
+
+    def _carry(self, folder: Path, transfers: list[Transfer]) -> None:
+        """Moves files; if one rank lacks the memory for what it is to receive, no rank begins."""
+        trouble = ""
+        try:
+            reserve(folder, transfers, self._rank)
+        except OSError as error:
+            trouble = f"rank {self._rank} cannot keep another host's part ({error.strerror or error})"
+        if troubles := [words for words in self._gather(trouble) if words]:
+            raise RunFailed(troubles[0])
+        move(folder, transfers, self._group)
+        dist.barrier(group=self._group)
+
+    def _fits(self, tensors: dict[str, Any]) -> bool:
+        """Whether every host has the memory; asked once, before the first copy."""
+        if self._measured:
+            return True
+        self._measured = True
+        mine = [sum(part) for part in zip(*(_bytes(value, self._size) for value in tensors.values()), strict=True)]
+        staged, kept = dict.fromkeys(self._hosts, 0.0), dict.fromkeys(self._hosts, 0.0)
+        for host, (to_stage, to_keep) in zip(self._hosts, self._gather(mine), strict=True):
+            staged[host] += to_stage
+            kept[host] += to_keep
+        guests = {self._hosts[target]: self._hosts[source] for source, target in self._next.items()}
+        needed = int(GENERATIONS * (kept[self._host] + (kept[guests[self._host]] if guests else 0.0)))
+        free = psutil.virtual_memory().available - SPARE - staged[self._host]
+        room = int(min(shutil.disk_usage(self.folder).free, free))
+        lacking = [told for told in self._gather((needed, room, self._host) if needed > room else None) if told]
+        if lacking:
+            needed, room, host = lacking[0]
+            self._stop(
+                f"no copies in memory: {host.split()[0]} would need {_human(needed)} in "
+                f"{host_copies.root().parent}, and {_human(max(0, room))} can be had (checkpoint.memory; a "
+                "container's own limit is --shm-size)"
+            )
+            return False
+        where = f", with those of {guests[self._host].split()[0]}" if guests else ""
+        self._notes.append(f"copies in memory: up to {_human(needed)} on this host{where}")
+        return True
+
+    def _stop(self, why: str) -> None:
+        self._off, self._failure = True, None
+        self._notes.append(why)
+        if self._leads:
+            for left_over in self.folder.glob(".step-*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+
+    def _keep(self, names: set[str]) -> None:
+        for path in self.folder.glob("*step-*"):
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def notes(self) -> list[str]:
+        """What is to be told, once; this rank's."""
+        if self._failure is not None:
+            self._stop(f"no more copies in memory: {failure_words(self._failure)}")
+        notes, self._notes = self._notes, []
+        return notes
+
+    def close(self) -> None:
+        """Waits for the last one and frees the memory: the run is over, or was saved to disk."""
+        if self._worker is not None:
+            self._worker.join()
+        self.drop()
+
+    def drop(self) -> None:
+        """Frees this host's memory at once; asks nobody."""
+        with contextlib.suppress(OSError):
+            os.close(self._held)
+            os.close(self._reached)
+        self._off = True
+        if self._leads:
+            host_copies.remove(self.folder)
+
+    def told(self, step: int) -> str:
+        """How far back a start at this step is, where that is known."""
+        lost = self.lost_from - step
+        steps = f"{lost} step{'s' * (lost != 1)} lost" if lost >= 0 else ""
+        disk = newest_step(self._checkpoints)
+        on_disk = f"the newest on disk is of step {disk}" if 0 <= disk < step else ""
+        said = "; ".join(part for part in (steps, on_disk) if part)
+        return f" ({said})" if said else ""
+
+
+class NoCopies:
+    """Of a run that makes none."""
+
+    busy = False
+
+    def find(self, beyond: int) -> Copy | None:
+        return None
+
+    def reader(self, copy: Copy) -> SafeReader:
+        raise AssertionError("there is none to read")
+
+    def told(self, step: int) -> str:
+        return ""
+
+    def began(self, step: int) -> None: ...
+
+    def due(self, step: int, every: Every | None, votes: Votes) -> bool:
+        return False
+
+    def save(self, step: int, tensors: dict[str, Any], trainer: dict[str, Any], run_json: str) -> None: ...
+
+    def done(self, step: int) -> None: ...
+
+    def notes(self) -> list[str]:
+        return []
+
+    def drop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Reader(SafeReader):
+    """Reads from this host's folder, once the other hosts' files that this rank needs are there."""
+
+    def __init__(self, copy: Copy, copies: Copies) -> None:
+        super().__init__(copy.folder / STATE)
+        self._copy, self._copies = copy, copies
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Fetches and reads; every rank is asked once, whatever it needs."""
+        wanted = {f"{STATE}/{self.storage_data[item.storage_index].relative_path}" for item in plan.items}
+        self._copies.fetch(self._copy, wanted)
+        return super().read_data(plan, planner)
+
+
+def _newest(held: dict[str, list[Found]], beyond: int) -> Found | None:
+    """The newest copy of which every file is on some host."""
+    parts: dict[tuple[int, int, str], list[Found]] = {}
+    for found in held.values():
+        for one in found:
+            if one.step > beyond:
+                parts.setdefault((one.step, one.start, one.seal), []).append(one)
+    for _, group in sorted(parts.items(), reverse=True):
+        together: frozenset[str] = frozenset().union(*(one.files for one in group))
+        gives = any({INDEX, TRAINER, RUN} <= one.files for one in group)
+        if together == group[0].all_files and gives:
+            return group[0]
+    return None
+
+
+def _without(held: dict[str, list[Found]], name: str, bad: set[tuple[str, str]]) -> dict[str, list[Found]]:
+    """What is held, less files that proved damaged."""
+    return {
+        host: [
+            replace(one, files=one.files - {file for at, file in bad if at == host}) if one.name == name else one
+            for one in found
+        ]
+        for host, found in held.items()
+    }
+
+
+def _bytes(value: Any, ranks: int) -> tuple[float, float]:
+    """Of a tensor: what a rank copies to write it, and its share of what is written, as replicas are written once."""
+    tensor = getattr(value, "outline", value)
+    if not isinstance(tensor, torch.Tensor):
+        return 0.0, 0.0
+    if not isinstance(tensor, DTensor):
+        size = tensor.numel() * tensor.element_size()
+        return size, size / ranks
+    local, mesh = tensor._local_tensor, tensor.device_mesh
+    size = local.numel() * local.element_size()
+    return size, size / math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_replicate())
+
+
+def _human(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _boot() -> str:
+    """Tells machines apart that have one name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,221 @@
+"""Who keeps the others waiting: how long each rank works on a step itself, compared over the ranks now and then.
+
+Ranks end a step together, so their times per step are alike. What differs is how much of it each spends waiting for
+the others in collectives: the slow one waits least. On a CPU a thread looks 20 times a second whether the training
+thread stands at a wait (0.07 ms a look; hooks around collectives would keep them from overlapping). On a GPU the host
+runs ahead and sees no waiting: there the collectives of one step in eight are timed by events on their own stream.
+
+A rank is slow when it works longer than the others by a wide margin in several comparisons in a row: a busy machine
+delays now this rank, now that one. Means over seconds are compared, and a rank with the median of the others.
+"""
+
+from __future__ import annotations
+
+import linecache
+import socket
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.observe.breakdown import Timer
+from shardwise.observe.metrics import Record
+
+EVERY = 10.0  # seconds between comparisons
+LOOKS = 0.05  # seconds between two looks at the training thread
+ONE_IN = 8  # steps of which one is timed, on a GPU
+SLOWER = 1.3  # times the others' median
+SHARE = 0.1  # of a step that the others lose to it, at least
+LEAST = 0.005  # seconds of a step: below that it is noise
+IN_A_ROW = 3  # comparisons
+FEWEST = 20  # looks that a comparison needs
+_COLLECTIVES = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py")
+
+
+class Slow:
+    """Judges the ranks by their working times; every rank that hears the same comes to the same verdict."""
+
+    def __init__(self) -> None:
+        self._row: dict[int, int] = {}
+        self._told: set[int] = set()
+
+    def hear(self, seconds: float, busy: list[float]) -> list[tuple[int, float, float]]:
+        """Given a step's time and each rank's work in it: who is newly found slow, its work and the others' median."""
+        found = []
+        for rank, own in enumerate(busy):
+            usual = median(busy[:rank] + busy[rank + 1 :])
+            late = own > SLOWER * usual and own - usual > max(LEAST, SHARE * seconds)
+            self._row[rank] = self._row.get(rank, 0) + 1 if late else 0
+            if self._row[rank] >= IN_A_ROW and rank not in self._told:
+                self._told.add(rank)
+                found.append((rank, own, usual))
+        return found
+
+
+@dataclass
+class Pace:
+    """This rank's working time, and the comparison with the others'."""
+
+    group: dist.ProcessGroup
+    timer: Timer  # on a GPU it times collectives
+
+    def __post_init__(self) -> None:
+        self._size = dist.get_world_size(self.group)
+        self._hosts: list[Any] = [None] * self._size
+        if self._size > 1:
+            dist.all_gather_object(self._hosts, socket.gethostname(), group=self.group)
+        self._slow = Slow()
+        self._looks = Looks() if self._size > 1 and not isinstance(self.timer, SampledTimer) else None
+        self._steps, self._seconds, self._began = 0, 0.0, 0.0
+        self.waiting: float | None = None  # share of a step, by the last comparison
+
+    def __enter__(self) -> Pace:
+        if self._looks is not None:
+            self._looks.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._looks is not None:
+            self._looks.stop()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
+        if self._looks is not None:
+            self._looks.inside = True
+        elif isinstance(self.timer, SampledTimer):
+            self.timer.begin()
+
+    def end(self) -> None:
+        """Its training is done: what follows (reports, evaluation, saving) does not count."""
+        self._steps, self._seconds = self._steps + 1, self._seconds + time.perf_counter() - self._began
+        if self._looks is not None:
+            self._looks.inside = False
+        elif isinstance(self.timer, SampledTimer):
+            self.timer.end()
+
+    def compare(self, step: int) -> list[Record]:
+        """With the other ranks, all of which call it at the same step: what is newly found, as records."""
+        steps, seconds = self._steps, self._seconds
+        self._steps, self._seconds = 0, 0.0
+        share = self._looks.share() if self._looks is not None else self._timed_share(seconds / max(1, steps))
+        if self._size == 1:
+            return []
+        own = torch.tensor([seconds / max(1, steps), -1.0 if share is None else share], dtype=torch.float64)
+        everyone = torch.empty(self._size * 2, dtype=torch.float64)
+        dist.all_gather_into_tensor(everyone, own, group=self.group)
+        times, shares = everyone.view(-1, 2).T.tolist()
+        if min(shares) < 0.0:
+            return []  # somebody has seen too little
+        self.waiting = share
+        usual = median(times)
+        busy = [(1.0 - waiting) * usual for waiting in shares]
+        return [
+            {
+                "kind": "slow", "step": step, "rank": rank, "host": self._hosts[rank], "busy_seconds": round(own, 6),
+                "others_seconds": round(others, 6), "time": time.time(),
+            }
+            for rank, own, others in self._slow.hear(usual, busy)
+        ]  # fmt: skip
+
+    def _timed_share(self, seconds: float) -> float | None:
+        waited = self.timer.waited() if isinstance(self.timer, SampledTimer) else None
+        return None if waited is None or seconds <= 0.0 else min(1.0, waited / seconds)
+
+
+def told(record: Record) -> str:
+    """A slow rank, in words."""
+    own, others = record["busy_seconds"], record["others_seconds"]
+    return (
+        f"step {record['step']}: rank {record['rank']} on {record['host']} is slow: it works {own:.3g} s on a step, "
+        f"the others {others:.3g} s and then wait for it (seen {IN_A_ROW} times in a row). Often another job on its "
+        "cores or device, a hot and throttled device, or slow storage for its data"
+    )
+
+
+class Looks:
+    """A thread that looks again and again whether the main thread waits for other ranks."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._thread = threading.Thread(target=self._run, name="pace", daemon=True)
+        self._main = threading.main_thread().ident
+        self._stop = threading.Event()
+        self._looked = self._waiting = 0
+        self._known: dict[tuple[str, int], bool] = {}
+
+    def start(self) -> None:
+        self._main = threading.get_ident()  # whoever trains
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2)
+
+    def share(self) -> float | None:
+        """The share of looks that saw it wait, since this was last asked; None where they were too few."""
+        looked, waiting = self._looked, self._waiting
+        if looked < FEWEST:
+            return None
+        self._looked = self._waiting = 0
+        return waiting / looked
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOKS):
+            if self.inside:
+                frame = sys._current_frames().get(self._main or 0)
+                if frame is not None:
+                    self._looked += 1
+                    self._waiting += self._waits(frame)
+
+    def _waits(self, frame: FrameType) -> bool:
+        """Whether its innermost line is a collective or waits for one."""
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        if place not in self._known:
+            line = linecache.getline(*place)
+            self._known[place] = place[0].endswith(_COLLECTIVES) or ".wait(" in line or "wait_tensor(" in line
+        return self._known[place]
+
+
+class SampledTimer(Timer):
+    """Hears of every collective and times those of one step in eight."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, breakdown=False, comms=False)
+        self._number, self._sampling, self._sampled = 0, False, 0
+
+    def begin(self) -> None:
+        self._sampling = self._number % ONE_IN == 0
+        if self._sampling:
+            self._start()
+
+    def end(self) -> None:
+        self._sampled += self._sampling
+        self._number, self._sampling = self._number + 1, False
+
+    def waited(self) -> float | None:
+        """Seconds in collectives, a step, since this was last asked; waits for those that were timed."""
+        if not self._sampled:
+            return None
+        steps, self._sampled = self._sampled, 0
+        window = self.flush(steps)
+        return sum(window.seconds.get(name, 0.0) for name in ("gather", "reduce")) / steps
+
+    def region(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def collective(self, kind: str, size: int, ranks: int, part: str) -> AbstractContextManager[Any]:
+        return super().collective(kind, size, ranks, part) if self._sampling else nullcontext()
+
+    def annotate(self, records: list[Record]) -> list[Record]:
+        return records
+
+    def summary(self) -> list[str]:
+        return []

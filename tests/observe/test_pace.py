@@ -1,0 +1,101 @@
+"""Slow ranks: who is named, after how long, and that a busy machine alone names nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import cli, faults
+from support.tiny import tiny_run, tokenizer_folder
+
+from shardwise.observe.pace import IN_A_ROW, Looks, Slow, told
+from shardwise.observe.ranks import rank_file
+from shardwise.watch.ranks import rank_rows
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_slow_rank_is_named_once(ranks: int) -> None:
+    slow, busy = Slow(), [0.4] * ranks
+    busy[1] = 0.6
+    heard = [slow.hear(0.65, busy) for _ in range(2 * IN_A_ROW)]
+    assert [len(found) for found in heard] == [0] * (IN_A_ROW - 1) + [1] + [0] * IN_A_ROW
+    assert heard[IN_A_ROW - 1] == [(1, 0.6, 0.4)]
+
+
+def test_what_is_slow_now_and_then_is_not() -> None:
+    slow = Slow()
+    for number in range(30):
+        busy = [0.4, 0.4, 0.4, 0.4]
+        busy[number // (IN_A_ROW - 1) % 4] = 0.8  # in turn, as a busy machine would have it
+        assert slow.hear(0.9, busy) == []
+    for _ in range(IN_A_ROW):
+        assert slow.hear(0.9, [0.001, 0.004, 0.001]) == [], "a few milliseconds are noise"
+        assert slow.hear(0.9, [0.1, 0.15, 0.1]) == [], "of a step of 0.9 s it costs 0.05"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_noise_names_nobody(ranks: int) -> None:
+    """A quarter up or down, independently, in 200 runs of 50 comparisons."""
+    draw, alarms = random.Random(0), 0
+    for _ in range(200):
+        slow = Slow()
+        for _ in range(50):
+            alarms += len(slow.hear(0.5, [0.4 * draw.lognormvariate(0.0, 0.1) for _ in range(ranks)]))
+    assert alarms <= 2
+
+
+def test_looks_tell_waiting_from_working() -> None:
+    """In this thread: a nap is work, a wait for what another makes is none."""
+    looks, future = Looks(), torch.futures.Future[int]()
+    looks.start()
+    looks.inside = True
+    time.sleep(1.0)
+    threading.Timer(0.5, future.set_result, [1]).start()
+    future.wait()
+    looks.inside = False
+    time.sleep(0.3)  # outside of a step
+    looks.stop()
+    share = looks.share()
+    assert share is not None and 0.2 < share < 0.47
+
+
+def run_of(folder: Path, name: str, fault: str, steps: int) -> tuple[Path, str]:
+    tokenizer_folder(folder / "tokenizer")
+    run = tiny_run(folder, train__steps=steps, ranks=2, parallel__zero=2, output=str(folder / name), log__every=5)
+    env = faults.environment(folder / f"{name}-site", fault, 1, 1) | {"SHARDWISE_PROGRESS": "plain"}
+    code, out, err = cli.train(cli.write_run(folder / f"{name}-run", run), env=env)
+    assert code == 0, err
+    return folder / name, " ".join(out.split())  # as a terminal's width breaks lines anywhere
+
+
+def test_a_rank_that_naps_in_every_step(tmp_path: Path) -> None:
+    output, out = run_of(tmp_path, "slow", "slow", 40)
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [record for record in records if record["kind"] == "slow"]
+    assert found["rank"] == 1 and found["busy_seconds"] > 1.3 * found["others_seconds"]
+    assert out.count("is slow: it works") == 1 and told(found) in out
+    last = json.loads(rank_file(output / "logs", 0).read_text().splitlines()[-2])
+    assert last["kind"] == "rank" and last["waiting"] > 0.05, "without log.breakdown"
+    rows = rank_rows(output / "logs", [0, 1])
+    assert rows[1]["amiss"].startswith("slow: busy") and not rows[0]["amiss"].startswith("slow")
+
+
+@pytest.mark.slow
+def test_an_even_run_on_a_busy_machine(tmp_path: Path) -> None:
+    """Twice as many hungry processes as cores beside it."""
+    hungry = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 2))]
+    try:
+        output, out = run_of(tmp_path, "even", "even", 150)
+    finally:
+        for process in hungry:
+            process.kill()
+            process.wait()
+    assert "is slow" not in out and '"slow"' not in (output / "metrics.jsonl").read_text()
