@@ -87,7 +87,7 @@ def test_what_kubernetes_cannot_do_is_refused(asked: Submission) -> None:
 def test_skypilot_takes_the_task(asked: Submission) -> None:
     task = yaml.safe_load(Sky().text(asked))
     assert task["num_nodes"] == 4 and task["resources"]["accelerators"] == "H100:8"
-    assert task["secrets"] == {"TOKEN": None} and task["envs"] == {"A": "it's $HOME"}
+    assert task["secrets"] == {"TOKEN": None, "SHARDWISE_MEETING_TOKEN": None} and task["envs"] == {"A": "it's $HOME"}
     assert "node run.yaml" in task["run"] and '--meet "$first:29400"' in task["run"]
     assert subprocess.run(["sh", "-n"], input=task["run"], text=True, check=False).returncode == 0
     schemas = pytest.importorskip("sky.utils.schemas")
