@@ -66,6 +66,8 @@ def find(root: Path, tag: str | None) -> Path | None:
             )
             return None
         tag = (root / LATEST).read_text().strip()
+    if not (root / str(tag)).resolve().is_relative_to(root.resolve()):
+        raise UserError("tag", str(tag), f"leads out of {root}", "give the name of a folder in it")
     found = list_checkpoints(root / str(tag))
     if not found:
         hint = " (it was written by DeepSpeed itself)" if list((root / str(tag)).glob("*_states.pt")) else ""

@@ -210,12 +210,16 @@ def _gguf_folder(file: Path) -> Path:
 
 
 @contextmanager
-def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, str]]:
+def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, Any]]:
     """What transformers must be told to read a GGUF file; what goes wrong with that is the file's."""
     try:
         # Its bar over the tensors is tqdm's own, which writes to stderr and cannot be turned off from outside.
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
-            yield {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+            yield {
+                "pretrained_model_name_or_path": str(file.parent),
+                "gguf_file": file.name,
+                "trust_remote_code": False,
+            }
     except Exception as error:
         problem = f"transformers cannot read this GGUF file ({first_line(error)})"
         raise UserError(field, str(file), problem, "use the model's original Hugging Face folder instead") from None

@@ -18,6 +18,7 @@ from shardwise.errors import Interrupted, UserError
 from shardwise.serve.rate import Rate, parse_rate
 
 INSTALL = "pip install 'shardwise[serve]'"
+MOST_AT_ONCE = 1024  # connections
 GRACE = 10.0  # seconds that answers under way have after Ctrl-C or SIGTERM
 
 
@@ -74,6 +75,7 @@ def _run(
     from shardwise.models.inference import load_for_inference
     from shardwise.serve.app import Api, Policy
     from shardwise.serve.engine import Engine, Limits
+    from shardwise.serve.impatient import Impatient
     from shardwise.serve.models import load_models
 
     changed = options.changed_tokenizer
@@ -85,6 +87,7 @@ def _run(
     config = uvicorn.Config(
         Api(models, engine, policy).app(), log_config=None, access_log=False, server_header=False,
         timeout_graceful_shutdown=int(GRACE) + 5, timeout_keep_alive=30, lifespan="off", ws="none",
+        http=Impatient, h11_max_incomplete_event_size=16 << 10, limit_concurrency=MOST_AT_ONCE,
     )  # fmt: skip
 
     class Server(uvicorn.Server):
