@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 numbers = [word if word in ("global", "update") else int(word) for word in words]
                 answer = routes[first](*numbers)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise Refused(400, "form", f"this is not understood ({str(error)[:120]})") from None
             body = answer if isinstance(answer, bytes) else json.dumps(answer or {}).encode()
             self._reply(200, body)

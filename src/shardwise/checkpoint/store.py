@@ -230,6 +230,7 @@ def _names(folders: list[Path]) -> str:
 def load_tensors(folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Fills tensors in place from a verified checkpoint; sharding may differ from when it was saved."""
     reader = SafeReader(folder / STATE)
+    reader.read_metadata()  # refuses in its own words; PyTorch would wrap them in a trace, and try other files
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group

@@ -18,7 +18,7 @@ from shardwise.errors import UserError
 
 COMPRESSED = {".gz", ".zst", ".zstd", ".bz2", ".xz"}
 BLOCK = 1 << 20
-ZSTD_STEP = 4096  # compressed bytes at a time: zstd makes at most 32,768 times as much of them, 128 MB
+ZSTD_STEP = 2048  # compressed bytes at a time: zstd makes at most 32,768 times as much of them, 64 MB
 
 
 def plain_suffix(path: Path) -> str:
@@ -63,7 +63,7 @@ class _Zstd(io.RawIOBase):
     """Decompresses zstd frame after frame. The library's own reader takes a cut-off file for a whole one."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.held, self.tail = file, b"", b""
+        self.file, self.held, self.tail = file, memoryview(b""), b""
         self.frame: Any = None
         self.library: Any = zstd_library()
 
@@ -80,7 +80,7 @@ class _Zstd(io.RawIOBase):
                 return 0
             self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
             try:
-                self.held = self.frame.decompress(data)
+                self.held = memoryview(self.frame.decompress(data))
             except self.library.ZstdError as error:
                 raise OSError(str(error)) from None
             if self.frame.eof:

@@ -123,7 +123,15 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (
+            TemplateError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             problem = f"the chat template refuses this conversation ({error})"
             raise RowFault(problem, "mend the roles and their order") from None
 
