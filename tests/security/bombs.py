@@ -105,7 +105,8 @@ def _start(ground: Ground, folder: Path | str) -> str:
     """Through the command line, as far as the weights' headers."""
     (ground.folder / "data.jsonl").write_text('{"text": "a b c d e f g"}\n' * 8)
     run = {"model": str(folder), "data": {"train": str(ground.folder / "data.jsonl"), "sequence_length": 16},
-           "train": {"steps": 1, "batch_size": 1}, "device": "cpu", "ranks": 1, "precision": "fp32", "output": str(ground.folder / "out")}  # fmt: skip
+           "train": {"steps": 1, "batch_size": 1}, "device": "cpu", "ranks": 1, "precision": "fp32",
+           "output": str(ground.folder / "out")}  # fmt: skip
     (ground.folder / "run.yaml").write_text(json.dumps(run))
     return ground.command("train", str(ground.folder / "run.yaml"))
 
