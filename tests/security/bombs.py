@@ -77,7 +77,7 @@ def _(ground: Ground) -> str:
     return _redirected(ground, "../../secret.txt")
 
 
-@attempt(CHECKPOINT, "a manifest that names ../../secret.txt")
+@attempt(CHECKPOINT, "a manifest that names ../secret.txt")
 def _(ground: Ground) -> str:
     from shardwise.checkpoint.integrity import verify, write_manifest
 

@@ -19,7 +19,7 @@ def _harmless(page: str, where: str) -> str:
         raise GotThrough(f"the script is in {where}")
     if "alert(1)" not in page:
         raise GotThrough(f"{where} does not show the text at all, so nothing was tried")
-    found = re.search(r".{0,24}alert\(1\)", page)
+    found = re.search(r".{0,14}alert\(1\)", page)
     return f"shown as text: {found[0] if found else ''}"
 
 

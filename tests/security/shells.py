@@ -80,7 +80,7 @@ def _(ground: Ground) -> str:
     done = subprocess.run(["sh", "-c", script], input="t\n", capture_output=True, text=True, check=False, timeout=20)
     if (folder / "mark").exists() or repr(f"model={evil}") not in done.stdout:
         raise GotThrough(done.stdout + done.stderr)
-    return f"passed on as it is: {done.stdout[:90]}"
+    return f"passed on as it is: {done.stdout.replace(str(ground.folder), '…')[:110]}"
 
 
 def _hidden(text: str, where: str) -> str:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.safe import SafeReader
+from shardwise.checkpoint.safe import SafeReader, global_in
 from shardwise.checkpoint.store import (
     MODEL,
     STATE,
@@ -98,17 +97,12 @@ def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[st
     try:
         extra = torch.load(folder / MODEL / EXTRA, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        problem = f"client_state holds what could run code when it is read ({_global_in(error)})"
+        named = global_in(error) or str(error).splitlines()[0][:80]
+        problem = f"client_state holds what could run code when it is read ({named})"
         remedy = "if you trust it, allow its class with torch.serialization.add_safe_globals before load_checkpoint"
         raise UserError("load_dir", str(folder), problem, remedy) from None
     assert isinstance(extra, dict)
     return extra
-
-
-def _global_in(error: Exception) -> str:
-    """The class that torch would not load."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found.group(1) if found else str(error).splitlines()[0][:80]
 
 
 def names_in(folder: Path) -> dict[str, Any]:

@@ -239,6 +239,8 @@ def converted_folder(source: ModelSource) -> Path:
     """A copy of the weights under the model's own parameter names, made once through transformers' loader."""
     assert source.weights is not None
 
+    from shardwise.checkpoint.safe import global_in
+
     def make(folder: Path) -> None:
         where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
         try:
@@ -247,6 +249,10 @@ def converted_folder(source: ModelSource) -> Path:
                     source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
                 )
         except Exception as error:
+            if (name := global_in(error)) is not None:
+                problem = f"its weights hold what could run code when they are read ({name}); they were not loaded"
+                remedy = "use a copy with safetensors, or one that you trust"
+                raise UserError("model", str(source.weights), problem, remedy) from None
             reason = first_line(error).partition(" For details")[0]  # of a report that we keep quiet
             problem = f"transformers cannot load its weights ({reason})"
             raise UserError("model", str(source.weights), problem, "fetch the model again") from None
