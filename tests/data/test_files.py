@@ -456,3 +456,17 @@ def test_libraries_that_are_absent(write: Write, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(sys.modules, library, None)
         error = mistake(path)
         assert "needs" in error.problem and error.remedy == f"pip install {library}"
+
+
+def test_links_within_a_folder_and_in_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "datasets--x/snapshots/1/data", tmp_path / "datasets--x/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "abc").write_text("from a blob")
+    (snapshot / "a.txt").symlink_to(blobs / "abc")
+    (snapshot / "b.txt").symlink_to(snapshot / "a.txt")
+    whole = tmp_path / "linked"
+    whole.symlink_to(snapshot)
+    for path in (snapshot, whole, snapshot / "*.txt"):
+        found = source_files(Source(path=str(path)), "data.train.0")
+        assert [file.name for file in found] == ["a.txt", "b.txt"], path

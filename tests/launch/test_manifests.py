@@ -68,6 +68,8 @@ def test_the_job(asked: Submission) -> None:
     assert "'model=a '\"'\"'b'\"'\"''" in script and '--name "$HOSTNAME"' in script
     env = {one["name"]: one for one in container["env"]}
     assert env["A"]["value"] == "it's $HOME"
+    kept = {"name": "my-run-meeting", "key": "SHARDWISE_MEETING_TOKEN"}
+    assert env["SHARDWISE_MEETING_TOKEN"]["valueFrom"]["secretKeyRef"] == kept
     assert env["TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "my-run", "key": "TOKEN"}
     assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
 
@@ -87,7 +89,7 @@ def test_what_kubernetes_cannot_do_is_refused(asked: Submission) -> None:
 def test_skypilot_takes_the_task(asked: Submission) -> None:
     task = yaml.safe_load(Sky().text(asked))
     assert task["num_nodes"] == 4 and task["resources"]["accelerators"] == "H100:8"
-    assert task["secrets"] == {"TOKEN": None} and task["envs"] == {"A": "it's $HOME"}
+    assert task["secrets"] == {"TOKEN": None, "SHARDWISE_MEETING_TOKEN": None} and task["envs"] == {"A": "it's $HOME"}
     assert "node run.yaml" in task["run"] and '--meet "$first:29400"' in task["run"]
     assert subprocess.run(["sh", "-n"], input=task["run"], text=True, check=False).returncode == 0
     schemas = pytest.importorskip("sky.utils.schemas")
@@ -110,7 +112,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name in ("kubectl", "sky"):
         says = 'case "$*" in *"get pods"*) echo Running;; *"get job"*) echo "1 succeeded, Complete";; esac'
-        (folder / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "{name} $*" >> {calls}\n{says}\n')
+        keeps = f'case "$*" in "create -f -") cat > {calls}.manifest;; esac\nenv > {calls}.env'
+        (folder / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "{name} $*" >> {calls}\n{keeps}\n{says}\n')
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return calls
@@ -145,13 +148,19 @@ def test_programs_are_called(
     said = capfd.readouterr().out
     assert "launched k8s:ns.shardwise-out" in said and "has ended: 1 succeeded, Complete" in said
     assert json.loads((tmp_path / "out/launch.json").read_text())["id"] == "k8s:ns.shardwise-out"
+    *_, secret = yaml.safe_load_all(Path(f"{programs}.manifest").read_text())
+    token = secret["stringData"]["SHARDWISE_MEETING_TOKEN"]
+    assert secret["metadata"] == {"name": "shardwise-out-meeting", "namespace": "ns"} and len(token) == 64
+    assert token not in (tmp_path / "out/launch.json").read_text() + said
     assert shardwise("--status", "k8s:ns.shardwise-out") == 0 and shardwise("--cancel", "k8s:ns.shardwise-out") == 0
     assert shardwise(str(file), "--sky", "--ranks", "1", "--no-follow") == 0
+    assert "SHARDWISE_MEETING_TOKEN=" in Path(f"{programs}.env").read_text(), "its value, by the environment"
     assert shardwise("--cancel", "sky:shardwise-out") == 0
     calls = programs.read_text()
     for call in ("kubectl create -f -", "kubectl -n ns logs -f", "kubectl -n ns delete --wait=false job/shardwise-out",
                  "sky launch --yes --detach-run --cluster shardwise-out", "sky cancel --yes --all"):  # fmt: skip
         assert call in calls, calls
+    assert "secret/shardwise-out-meeting --ignore-not-found" in calls and "--secret SHARDWISE_MEETING_TOKEN" in calls
 
 
 def test_mistakes_are_told_before_anything_is_submitted(

@@ -32,7 +32,7 @@ def asked(**changes: Any) -> Submission:
 def test_the_script() -> None:
     text = Slurm().text(asked(
         hosts=Hosts(2, 4), gpus=8, gpu="h100", cpus=64, minutes=90, partition="train", account="us",
-        env={"A": "it's; rm -rf $HOME"}, passed=("TOKEN",), lines=("module load cuda", "#SBATCH --qos=high"),
+        env={"A": "it's; rm -rf $HOME"}, passed=("HF_TOKEN",), lines=("module load cuda", "#SBATCH --qos=high"),
     ))  # fmt: skip
     head, _, body = text.partition("\n\n")
     for line in ("nodes=2-4", "gpus-per-node=h100:8", "cpus-per-task=64", "time=90", "partition=train", "account=us",
@@ -42,7 +42,12 @@ def test_the_script() -> None:
     assert "cd '/my runs' || exit 1" in body and "module load cuda" in body
     assert "export A='it'\"'\"'s; rm -rf $HOME'" in body, "quoted"
     assert "'model='\"'\"'x y'\"'\"''" in body and "--ranks 8" in body and "--hosts 2:4" in body
-    assert "TOKEN" not in text, "its value goes with the environment, not with the script"
+    drawn = "\n".join(line for line in body.splitlines() if "SHARDWISE_MEETING_TOKEN" in line)
+    printed = subprocess.run(
+        ["bash", "-c", f"{drawn}\necho $SHARDWISE_MEETING_TOKEN"], capture_output=True, text=True, check=True
+    ).stdout
+    assert len(printed.strip()) == 64 and int(printed, 16), "each job draws its own"
+    assert "HF_TOKEN" not in text, "its value goes with the environment, not with the script"
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 

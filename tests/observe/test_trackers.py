@@ -19,8 +19,9 @@ from support.watched import eval_record, train_record
 from shardwise.config.load import load_run
 from shardwise.config.resolve import check_trackers
 from shardwise.errors import UserError
+from shardwise.hide import hide
 from shardwise.observe import trackers
-from shardwise.observe.trackers import Trackers, figures_of, openers_of, redacted
+from shardwise.observe.trackers import Trackers, figures_of, openers_of
 
 RECORDS = [train_record(1, mfu=None), train_record(2, breakdown={"whole": 0.2, "forward": 0.1}), eval_record(2)]
 
@@ -107,14 +108,14 @@ def test_a_failing_one_is_told_once_and_dropped(tmp_path: Path, where: str, monk
         all_.put(record)
     all_.close()
     (words,) = all_.troubles()
-    assert "broken failed" in words and "SystemExit: no login with …" in words and "sesame" not in words
+    assert "broken failed" in words and "SystemExit: no login with (hidden)" in words and "sesame" not in words
     assert all_.troubles() == [] and len(kept.told) == 3 and "sesame" not in str(kept.settings)
 
 
 def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("MONKEY_SIZE", "12")
-    assert redacted("key 0123456789abcdef of 12") == "key … of 12"
+    assert hide("key 0123456789abcdef of 12") == "key (hidden) of 12"
 
 
 def test_a_missing_package_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

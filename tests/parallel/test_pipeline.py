@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from support import pipelines
 from support.ranks import run_ranks
+from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.parallel.pipeline.cut import balance, cut_model
 from shardwise.parallel.pipeline.facts import probe
+from shardwise.parallel.pipeline.mail import decode_ports, encode_ports
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
-from shardwise.parallel.pipeline.stage import Boundary, Wire
+from shardwise.parallel.pipeline.stage import Boundary, Layout, Port, Wire
 from shardwise.parallel.trial import Case, Refused
 from shardwise.parallel.zoo import tiny_case
 
@@ -203,3 +206,11 @@ def test_parameters_are_gathered_again_before_the_backward_of_a_boundary() -> No
     assert norm.weight.grad is not None
     for found in run_ranks(after_resharding, 2):
         assert found == pytest.approx(norm.weight.grad.tolist(), rel=1e-5)
+
+
+def test_what_passes_at_a_boundary_is_told_as_data() -> None:
+    layout = Layout(("tensor", "data"), (Replicate(), Shard(1)), (2, 8), (8, 1))
+    ports = (Port((0, 0), (2, 4), torch.bfloat16, True, layout), Port(("mask", 1), (3,), torch.int64, False))
+    assert decode_ports(encode_ports(ports)) == ports
+    with pytest.raises(ValueError):
+        decode_ports(pickle.dumps(ports))

@@ -6,6 +6,7 @@ that is known and bounded before they are read; they are JSON or safetensors, no
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import socket
@@ -22,6 +23,7 @@ WORKER, LONGEST_NAME = "X-Shardwise-Worker", 200
 JSON_LIMIT = 16 << 20  # bytes: names and shapes of some hundred thousand tensors
 LONG_POLL = 10.0  # seconds that an answer may be waited for
 IDLE = 120.0  # seconds after which a silent connection is closed
+STRANGER = 15.0  # seconds for a connection to show that it is a worker's, however slowly its first request comes
 CONNECTIONS = 512
 
 
@@ -68,6 +70,20 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE
     disable_nagle_algorithm = True
 
+    def setup(self) -> None:
+        super().setup()
+        self._late = threading.Timer(STRANGER, self._give_up)
+        self._late.daemon = True
+        self._late.start()
+
+    def finish(self) -> None:
+        self._late.cancel()
+        super().finish()
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         self._answer({"wait": self._wait, "round": self._part, "status": self._status})
 
@@ -85,12 +101,13 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self._check_token()
             self.worker = self._name()
+            self._late.cancel()
             if first not in routes:
                 raise Refused(404, "path", "there is nothing here")
             try:
                 numbers = [word if word in ("global", "update") else int(word) for word in words]
                 answer = routes[first](*numbers)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise Refused(400, "form", f"this is not understood ({str(error)[:120]})") from None
             body = answer if isinstance(answer, bytes) else json.dumps(answer or {}).encode()
             self._reply(200, body)

@@ -101,7 +101,7 @@ def _check_tokenizer(checkpoint: Path) -> None:
     if not (checkpoint / MODEL / FILE).is_file():
         return  # written before checkpoints had one
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
     except (OSError, ValueError) as error:
         problem = f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
         remedy = "pass --changed-tokenizer to export it as it is"

@@ -69,8 +69,11 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, str]] | Damage:
         # Encoding again and comparing bytes also catches damage that JSON would forgive.
         if _encode(files) != raw:
             raise ValueError
+        for name in files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                return Damage(path, f"names a file outside the checkpoint ({name})")
         return {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Damage(path, "is damaged: it does not match its own digest")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ class _Index(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"names {module}.{name}")
+
+
+def global_in(error: BaseException) -> str | None:
+    """What a pickle names that torch would not load with weights_only; None for another failure."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found and "eights only" in str(error) else None
 
 
 class SafeReader(FileSystemReader):

@@ -38,7 +38,7 @@ from shardwise.checkpoint.integrity import (
     write_manifest,
 )
 from shardwise.checkpoint.rows import BoundedWriter, LoadRows, SaveRows, split_rows
-from shardwise.checkpoint.safe import SafeReader
+from shardwise.checkpoint.safe import SafeReader, global_in
 from shardwise.errors import RunFailed, UserError
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
@@ -233,17 +233,23 @@ def load_tensors(
     folder: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None, reader: SafeReader | None = None
 ) -> None:
     """Fills tensors in place from a verified checkpoint; sharding may differ from when it was saved."""
-    reader = reader or SafeReader(folder / STATE)
+    if reader is None:
+        reader = SafeReader(folder / STATE)
+        reader.read_metadata()  # refuses in its own words; PyTorch would wrap them in a trace, and try other files
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
             whole, rows = split_rows(detached(tensors))
             load(whole, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        print(error, file=sys.stderr)
         reason = next(iter(error.failures.values()))[0] if error.failures else error
         if isinstance(reason, UserError | RunFailed):  # the reader's own words (safe.py, copies.py)
             raise reason from None
+        if (name := global_in(reason)) is not None:
+            problem = f"holds what could run code when it is read ({name}); it was not loaded, nothing in it was run"
+            remedy = "use a checkpoint that you trust, of Shardwise"
+            raise UserError("checkpoint", str(folder), problem, remedy) from None
+        print(error, file=sys.stderr)
         raise UserError("resume", str(folder), f"does not fit this model ({str(reason).splitlines()[0]})",
                         "use the model it was saved from, or start afresh with resume=never") from None  # fmt: skip
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
+from shardwise.config.bounded_yaml import BoundedLoader
 from shardwise.config.explain import explain, near_file, section_names, takes_text
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
@@ -111,7 +112,7 @@ def expected_ranks(values: dict[str, Any]) -> int:
     return torch.cuda.device_count() if values.get("device") != "cpu" and torch.cuda.is_available() else 1
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """YAML as people write it: `2025-01-31` is a name and no date, `1e-5` a number and no text."""
 
 

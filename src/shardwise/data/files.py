@@ -186,8 +186,24 @@ def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
         if not _kind(file):
             problem = f"files of kind {''.join(file.suffixes[-2:]) or '(no suffix)'} are not understood"
             raise UserError(field, str(file), problem, f"use {KNOWN}")
+    if path.is_dir() or glob.has_magic(source.path):
+        _no_way_out(files, path, field)
     _one_sort(files, source, field)
     return files, notes
+
+
+def _no_way_out(files: list[Path], path: Path, field: str) -> None:
+    """A folder that came from elsewhere may hold a link to a file of the user's own: it must be named to be read."""
+    while glob.has_magic(str(path)):
+        path = path.parent
+    root = path.resolve()
+    # The hub's cache keeps contents in blobs/, and snapshots/REVISION/ has links to them.
+    blobs = next((above.parent / "blobs" for above in (root, *root.parents) if above.name == "snapshots"), root)
+    for file in files:
+        real = file.resolve()
+        if not real.is_relative_to(root) and not real.is_relative_to(blobs):
+            problem = f"is a link that leads out of {path}, to {real}"
+            raise UserError(field, str(file), problem, "name that file itself as a source, or take the link away")
 
 
 def _hidden(file: Path, folder: Path) -> bool:

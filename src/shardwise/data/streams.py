@@ -18,6 +18,7 @@ from shardwise.errors import UserError
 
 COMPRESSED = {".gz", ".zst", ".zstd", ".bz2", ".xz"}
 BLOCK = 1 << 20
+ZSTD_STEP = 2048  # compressed bytes at a time: zstd makes at most 32,768 times as much of them, 64 MB
 
 
 def plain_suffix(path: Path) -> str:
@@ -62,7 +63,7 @@ class _Zstd(io.RawIOBase):
     """Decompresses zstd frame after frame. The library's own reader takes a cut-off file for a whole one."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.held, self.tail = file, b"", b""
+        self.file, self.held, self.tail = file, memoryview(b""), b""
         self.frame: Any = None
         self.library: Any = zstd_library()
 
@@ -71,19 +72,19 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.held:
-            data = self.tail or self.file.read(BLOCK // 8)
-            self.tail = b""
+            data = self.tail or self.file.read(ZSTD_STEP)
+            data, self.tail = data[:ZSTD_STEP], data[ZSTD_STEP:]
             if not data:
                 if self.frame is not None:
                     raise EOFError("cut off within a frame")
                 return 0
             self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
             try:
-                self.held = self.frame.decompress(data)
+                self.held = memoryview(self.frame.decompress(data))
             except self.library.ZstdError as error:
                 raise OSError(str(error)) from None
             if self.frame.eof:
-                self.frame, self.tail = None, self.frame.unused_data
+                self.frame, self.tail = None, self.frame.unused_data + self.tail
         taken = min(len(buffer), len(self.held))
         buffer[:taken] = self.held[:taken]
         self.held = self.held[taken:]

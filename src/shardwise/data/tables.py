@@ -185,6 +185,9 @@ def saved_files(folder: Path, split: str | None, field: str) -> list[Path]:
     if (listing := folder / "dataset_dict.json").is_file():
         splits = [str(s) for s in _listed(listing, "splits", field)]
         split = split or ("train" if len(splits) != 1 else splits[0])
+        if outside := [name for name in splits if Path(name).name != name]:
+            problem = f"the saved dataset names a folder outside its own ({outside[0]})"
+            raise UserError(field, str(listing), problem, "do not use it, or save the dataset again")
         if split not in splits:
             problem = f"the dataset has no split of this name (it has {', '.join(splits) or 'none'})"
             raise UserError(f"{field}.split", split, problem, "set split to one of them")
@@ -195,6 +198,9 @@ def saved_files(folder: Path, split: str | None, field: str) -> list[Path]:
     state = folder / "state.json"
     names = [f.get("filename") for f in _listed(state, "_data_files", field) if isinstance(f, dict)]
     files = [folder / name for name in names if isinstance(name, str)]
+    if escaping := [file for file in files if file.parent != folder or file.name == ".."]:
+        problem = f"the saved dataset names a file outside its folder ({escaping[0]})"
+        raise UserError(field, str(state), problem, "do not use it, or save the dataset again")
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(field, str(missing[0]), "the saved dataset lacks this file", "copy or save the dataset again")
     if not files:
@@ -207,7 +213,7 @@ def _listed(file: Path, key: str, field: str) -> list[Any]:
         listed = json.loads(file.read_text())[key]
         assert isinstance(listed, list)
         return listed
-    except (OSError, ValueError, KeyError, TypeError, AssertionError):
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError):
         raise UserError(field, str(file), "is not as a saved dataset has it", "save the dataset again") from None
 
 

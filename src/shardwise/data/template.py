@@ -30,6 +30,10 @@ SAYING = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # fields 
 WATCHED = {*SAYING, "name"}  # ids only serve to match calls
 
 
+# What a template raises that cannot do with a conversation, or that the sandbox stops.
+REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
 class RowFault(Exception):
     """A conversation that cannot be learned from; `message` is the one to blame, counted from 0."""
 
@@ -123,7 +127,7 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (*REFUSALS, TemplateError) as error:
             problem = f"the chat template refuses this conversation ({error})"
             raise RowFault(problem, "mend the roles and their order") from None
 

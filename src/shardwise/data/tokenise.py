@@ -515,7 +515,7 @@ def main(plan: Path) -> None:
     _die_with(values["parent"])
     os.nice(5)  # training comes first
     specs, folders = [Spec.from_json(v) for v in values["specs"]], [Path(f) for f in values["folders"]]
-    tokenizer = AutoTokenizer.from_pretrained(values["tokenizer"])
+    tokenizer = AutoTokenizer.from_pretrained(values["tokenizer"], trust_remote_code=False)
     with FileLock(values["lock"]):
         try:
             make_sources(specs, folders, tokenizer, values["workers"])

@@ -25,6 +25,7 @@ from typing import Any
 from shardwise.deepspeed.hosts import Slots, as_filter, choose, parse_filter, read_hostfile
 from shardwise.deepspeed.refused import refuse
 from shardwise.errors import RunFailed, UserError
+from shardwise.hide import SECRET_VARIABLE
 
 POLL, GRACE = 0.05, 10.0  # seconds between looks at the ranks; between SIGTERM and SIGKILL
 EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP_NUM_THREADS", "HF_", "CUDA_HOME", "SHARDWISE_")
@@ -113,7 +114,9 @@ def _parse_slots(text: str) -> Slots:
 def _remote(args: argparse.Namespace, hosts: Slots, number: int, address: str) -> list[str]:
     """The ssh command that starts a host's ranks: the same launcher there, told which host it is."""
     host = list(hosts)[number]
-    env = {k: v for k, v in sorted(os.environ.items()) if k.startswith(EXPORTED)} | _env_file()
+    # A command line is for all users of both hosts to read: tokens and keys have no place there.
+    env = {k: v for k, v in sorted(os.environ.items()) if k.startswith(EXPORTED) and not SECRET_VARIABLE.search(k)}
+    env |= _env_file()
     exports = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     inner = [sys.executable, "-u", "-m", "shardwise.deepspeed.launch", "--slots", as_filter(hosts),
              "--node_rank", str(number), "--master_addr", address, "--master_port", str(args.master_port)]  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.folders import list_checkpoints
-from shardwise.checkpoint.safe import SafeReader
+from shardwise.checkpoint.safe import SafeReader, global_in
 from shardwise.checkpoint.store import MODEL, STATE, CheckpointStore, check_whole, load_tensors, read_trainer
 from shardwise.engine import Engine
 from shardwise.errors import UserError
@@ -59,6 +58,8 @@ def find(root: Path, tag: str | None) -> Path | None:
             )
             return None
         tag = (root / LATEST).read_text().strip()
+    if not (root / str(tag)).resolve().is_relative_to(root.resolve()):
+        raise UserError("tag", str(tag), f"leads out of {root}", "give the name of a folder in it")
     found = list_checkpoints(root / str(tag))
     if not found:
         hint = " (it was written by DeepSpeed itself)" if list((root / str(tag)).glob("*_states.pt")) else ""
@@ -89,17 +90,12 @@ def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[st
     try:
         extra = torch.load(folder / MODEL / EXTRA, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        problem = f"client_state holds what could run code when it is read ({_global_in(error)})"
+        named = global_in(error) or str(error).splitlines()[0][:80]
+        problem = f"client_state holds what could run code when it is read ({named})"
         remedy = "if you trust it, allow its class with torch.serialization.add_safe_globals before load_checkpoint"
         raise UserError("load_dir", str(folder), problem, remedy) from None
     assert isinstance(extra, dict)
     return extra
-
-
-def _global_in(error: Exception) -> str:
-    """The class that torch would not load."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found.group(1) if found else str(error).splitlines()[0][:80]
 
 
 def names_in(folder: Path) -> dict[str, Any]:

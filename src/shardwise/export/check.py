@@ -123,10 +123,10 @@ def load_folder(folder: Path, field: str = "model") -> Any:
     """A Hugging Face folder in fp32; raises UserError if it lacks tensors."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with quiet():
         model, report = auto_class(task_of(config)).from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
+            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     return _complete(model, report, field, folder)
 
@@ -138,7 +138,7 @@ def load_gguf(file: Path, config: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         found = AutoConfig.from_pretrained(**where)
         unread = FAMILIES[config.model_type].unread
@@ -226,7 +226,7 @@ def compare_tokens(tokenizer: Any, file: Path, config: Any, words: Any) -> str:
     if (words.model, words.pre) not in READ_BACK.get(FAMILIES[config.model_type].arch, ()):
         return f"vocabulary: {len(stored)} words as in the model (transformers does not cut text as the file says)"
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        back = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        back = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
     for text in TEXTS:
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         got = back(text, add_special_tokens=False)["input_ids"]

@@ -164,9 +164,10 @@ def _check_early(checkpoint: Path) -> None:
     """What a GGUF file cannot hold is told before the checkpoint is read."""
     from transformers import AutoConfig, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(checkpoint / MODEL)
+    config = AutoConfig.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
     family_of(config, "--gguf").settings(config)
-    vocabulary_of(AutoTokenizer.from_pretrained(checkpoint / MODEL), config.vocab_size, "--gguf")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
+    vocabulary_of(tokenizer, config.vocab_size, "--gguf")
 
 
 def _facts_of(checkpoint: Path) -> Facts:
@@ -177,7 +178,7 @@ def _facts_of(checkpoint: Path) -> Facts:
 def _task(folder: Path) -> str:
     from transformers import AutoConfig
 
-    return task_of(AutoConfig.from_pretrained(folder))
+    return task_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
 def _kind(config: dict[str, Any]) -> str:
@@ -204,7 +205,7 @@ def _check_folder(checkpoint: Path, folder: Path, target: Path, check: Check, mo
     parameters = size // (4 if kind == "fp32" and not adapter else 2)  # files of a base are in half precision, mostly
     if check == "auto" and (reason := too_large(parameters, 2.2) or _too_slow(parameters, most)):
         return reason
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     ids = sample_ids(tokenizer, config["vocab_size"], read_samples(output_of(checkpoint)))
     try:
         exported = (lambda: with_adapter(folder, "cpu")[0]) if adapter else (lambda: load_folder(folder))

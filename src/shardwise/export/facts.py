@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.bill import SourceBill
+from shardwise.hide import SECRET_SETTING
 from shardwise.models.source import EMBEDDED
 from shardwise.observe.metrics import read_metrics
 
@@ -24,7 +25,6 @@ SAMPLES = 4  # documents whose first tokens are kept for the check of an export
 LENGTH = 64
 KNOWN = {EMBEDDED: ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-SECRET = re.compile(r"(^|[._])(api_)?(key|secret|password|passwd|token|credentials?)$")
 LEFT_OUT = (
     "output",
     "resume",
@@ -123,6 +123,8 @@ def _license(folder: Path, repo: str | None) -> str | None:
     """What the base model's own card states."""
     import yaml
 
+    from shardwise.config.bounded_yaml import read_yaml
+
     card: Path | None = folder / "README.md"
     if repo is not None:
         from huggingface_hub import try_to_load_from_cache
@@ -131,7 +133,7 @@ def _license(folder: Path, repo: str | None) -> str | None:
         card = Path(cached) if isinstance(cached, str) else None
     try:
         front = card.read_text().split("---")[1] if card is not None else ""
-        stated = yaml.safe_load(front)["license"]
+        stated = read_yaml(front)["license"]
     except (OSError, ValueError, IndexError, KeyError, TypeError, yaml.YAMLError):
         return None
     return str(stated) if isinstance(stated, str) else None
@@ -177,5 +179,5 @@ def _settings(run: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (key, _public(key, value))
         for key, value in flatten(run)
-        if value != defaults.get(key) and not key.startswith(LEFT_OUT) and not SECRET.search(key)
+        if value != defaults.get(key) and not key.startswith(LEFT_OUT) and not SECRET_SETTING.search(key)
     ]

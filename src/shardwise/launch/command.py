@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
+from shardwise.hide import HIDDEN, SECRET_VARIABLE, hide
 from shardwise.launch.hosts import check_sizes, names_of, parse_hosts
 from shardwise.launch.submission import Backend, Submission, parse_env, parse_minutes
 
@@ -120,7 +122,7 @@ def launch(way: str, asked: Submission, dry: bool, follow: bool) -> int:
     print(f"launched {identity} (shardwise launch --status {identity}, --cancel {identity})", flush=True)
     with contextlib.suppress(OSError):  # beside the run's files, for those who look for it later
         asked.output.mkdir(parents=True, exist_ok=True)
-        record = {"id": identity, "time": time.time(), "hosts": str(asked.hosts), "text": text}
+        record = {"id": identity, "time": time.time(), "hosts": str(asked.hosts), "text": _without_secrets(text, asked)}
         (asked.output / "launch.json").write_text(json.dumps(record, indent=1))
     if not follow:
         return 0
@@ -129,6 +131,15 @@ def launch(way: str, asked: Submission, dry: bool, follow: bool) -> int:
     except KeyboardInterrupt:
         print(f"\n{identity} goes on; shardwise launch --cancel {identity} ends it", flush=True)
         return 130
+
+
+def _without_secrets(text: str, asked: Submission) -> str:
+    """The output folder is read by others, and passed on."""
+    for name, value in asked.env.items():
+        if SECRET_VARIABLE.search(name) and value:
+            for form in (value, shlex.quote(value), json.dumps(value)[1:-1]):
+                text = text.replace(form, HIDDEN)
+    return hide(text)
 
 
 def _ranks(run: Run) -> int:

@@ -1,7 +1,8 @@
 """Kubernetes: an Indexed Job and a headless Service, which every cluster has; no operator is needed.
 
 The pod with index 0 is where the agents meet: the Service gives it a name that outlives the pod. RUN.yaml travels as a
-ConfigMap. A mistake (exit code 2) fails the Job at once; whatever else ends a pod has it started again.
+ConfigMap. A mistake (exit code 2) fails the Job at once; whatever else ends a pod has it started again. The agents'
+token is a Secret that is made as the rest is submitted; the manifest, which is shown and kept, only refers to it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.launch.submission import INSTALLED, PORT, Submission, as_yaml, output_of, single_line, tool
+from shardwise.launch.token import VARIABLE, make_token
 
 TRIES = 6  # times that each pod is started again
 RUN = "/etc/shardwise/run.yaml"
 GPU = "nvidia.com/gpu"
+_BY_HAND = (
+    "# Refers to the Secret {name}, which `shardwise launch` makes. By hand, before this:\n"
+    f"#   openssl rand -hex 32 | kubectl create secret generic {{name}} --from-file={VARIABLE}=/dev/stdin\n"
+)
 
 
 class Kubernetes:
@@ -44,7 +50,7 @@ class Kubernetes:
             "spec": self._job(asked, labels),
         }
         text = asked.run_file.read_text()
-        return as_yaml(run | {"data": {"run.yaml": text}}, service, job)
+        return _BY_HAND.format(name=_secret(name)) + as_yaml(run | {"data": {"run.yaml": text}}, service, job)
 
     def _job(self, asked: Submission, labels: dict[str, str]) -> dict[str, Any]:
         most = asked.hosts.most
@@ -75,6 +81,9 @@ class Kubernetes:
         secrets = [
             {"name": name, "valueFrom": {"secretKeyRef": {"name": asked.name, "key": name}}} for name in asked.passed
         ]
+        secrets.append(
+            {"name": VARIABLE, "valueFrom": {"secretKeyRef": {"name": _secret(asked.name), "key": VARIABLE}}}
+        )
         container: dict[str, Any] = {
             "name": "node", "image": asked.image, "command": ["/bin/sh", "-c", self._command(asked)],
             "ports": [{"name": "meet", "containerPort": asked.port or PORT}],
@@ -104,7 +113,9 @@ class Kubernetes:
         return "\n".join([*lines, f'exec {node} --name "$HOSTNAME"'])
 
     def submit(self, asked: Submission, text: str) -> str:
-        output_of([tool("kubectl", "--k8s"), "create", "-f", "-"], text)
+        meta = {"name": _secret(asked.name)} | ({"namespace": asked.partition} if asked.partition else {})
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {VARIABLE: make_token()}}
+        output_of([tool("kubectl", "--k8s"), "create", "-f", "-"], f"{text}---\n{as_yaml(secret)}")
         return f"{asked.partition}.{asked.name}" if asked.partition else asked.name
 
     def follow(self, identity: str, asked: Submission) -> int:
@@ -122,14 +133,18 @@ class Kubernetes:
 
     def cancel(self, identity: str) -> None:
         name, where = _found(identity)
-        kinds = [f"{kind}/{name}" for kind in ("job", "service", "configmap")]
-        output_of([tool("kubectl", "--k8s"), *where, "delete", "--wait=false", *kinds])
+        kinds = [f"{kind}/{name}" for kind in ("job", "service", "configmap")] + [f"secret/{_secret(name)}"]
+        output_of([tool("kubectl", "--k8s"), *where, "delete", "--wait=false", *kinds, "--ignore-not-found"])
 
     def status(self, identity: str) -> str:
         name, where = _found(identity)
         figures = "{.status.active} active, {.status.succeeded} succeeded, {.status.failed} failed"
         path = f"jsonpath={figures}" + "{range .status.conditions[*]}, {.type}{end}"
         return output_of([tool("kubectl", "--k8s"), *where, "get", "job", name, "-o", path]).strip()
+
+
+def _secret(name: str) -> str:
+    return f"{name}-meeting"  # the one with the run's own name is the user's
 
 
 def _found(identity: str) -> tuple[str, list[str]]:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from shardwise.errors import Interrupted, OutOfMemory, RunFailed, UserError
+from shardwise.hide import hide
 from shardwise.launch.cpu import cpu_env, threads_for
 from shardwise.launch.group import POLL, let_them_speak
 from shardwise.train.job import Job, write_job
@@ -68,7 +69,7 @@ def _kept(file: Path) -> Iterator[None]:
     try:
         yield
     except RunFailed as failure:
-        file.write_text(json.dumps({"time": time.time(), "reason": str(failure)}))
+        file.write_text(json.dumps({"time": time.time(), "reason": hide(str(failure))}))
         raise
 
 

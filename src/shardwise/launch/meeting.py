@@ -13,8 +13,8 @@ No sockets and no clock in here: `link` brings the reports, with the time.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 State = Literal["waiting", "running", "done", "failed", "mistake", "leaving"]
 Order = Literal["wait", "run", "stop", "kill", "end"]
@@ -44,6 +44,22 @@ class Report:
     code: int = 0
     words: str = ""
     step: int = -1  # of the newest checkpoint it sees
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Report:
+        """From what came over the network; ValueError if it is no report: it must not get into the book."""
+        report = cls(**values)
+        for name in (report.host, report.name):  # one becomes the name of a file, both are written to terminals
+            if not isinstance(name, str) or not 0 < len(name) <= 300 or not name.isprintable() or "/" in name:
+                raise ValueError("no name")
+        for number, least, most in ((report.ranks, 1, 1 << 16), (report.port, 1, 65535), (report.round, 0, 1 << 31),
+                                    (report.code, -255, 255), (report.step, -1, 1 << 53)):  # fmt: skip
+            if type(number) is not int or not least <= number <= most:
+                raise ValueError("no number")
+        if report.state not in get_args(State) or not isinstance(report.words, str):
+            raise ValueError("no state")
+        words = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in report.words)
+        return replace(report, words=words)
 
 
 @dataclass(frozen=True)

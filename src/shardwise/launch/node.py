@@ -32,6 +32,7 @@ from shardwise.errors import UserError
 from shardwise.launch.group import Ended, Group, Plan
 from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
 from shardwise.launch.meeting import Answer, Meeting, Report, Rules, Seat
+from shardwise.launch.token import HOW, take_token
 
 TICK, BEAT = 0.1, 1.0  # seconds between looks at the ranks, and between reports
 SHARED = 8.0  # seconds for another host's file to appear in the output folder
@@ -68,6 +69,7 @@ class Asked:
     id: str | None = None
     listen: bool = False
     withdraw: bool = False
+    token_file: Path | None = None
 
 
 class Node:
@@ -148,6 +150,8 @@ class Node:
             self._keeper = lead(place, Meeting(rules, self._report.host))
             if self._keeper is not None:
                 self._say(f"hosts meet here: {place.host}:{place.port}")
+                if place.token is None and not place.is_loopback():
+                    self._say(f"WARNING: no token: whoever reaches port {place.port} can join or end this run; {HOW}")
             elif gone > rules.patience and self._report.state == "waiting" and place.is_here():
                 problem = "another program listens there"
                 raise UserError("--meet", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
@@ -295,15 +299,17 @@ def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
     from shardwise.launch.cpu import threads_for
     from shardwise.launch.hosts import check_sizes, parse_hosts, ranks_here
 
+    token = take_token(asked.token_file)
     hosts, run = parse_hosts(asked.hosts), load_run(run_file, overrides).run
     ranks = asked.ranks or ranks_here(run)
     check_sizes(run, hosts, ranks)
     output = Path(run.output).expanduser().absolute()
-    place = Place.parse(asked.meet, asked.id or str(output))
+    name = asked.name or name_here()
+    if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
+        raise UserError("--name", name, "is no name of a host", "use up to 200 letters, digits, - and .")
+    place = Place.parse(asked.meet, asked.id or str(output), token)
     rules = Rules(hosts.least, hosts.most, asked.patience, asked.last_call, asked.restarts)
-    settings = Settings(
-        asked.name or name_here(), place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw
-    )
+    settings = Settings(name, place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw)
     arguments = ("train", str(run_file), *overrides)
     env = {HOST_VARIABLE: settings.name}
     return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, env)).run()

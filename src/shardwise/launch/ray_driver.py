@@ -8,6 +8,7 @@ the meeting, which is the gang scheduling of this.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -36,11 +37,13 @@ class Host:
 
         return str(ray.util.get_node_ip_address()), free_port()
 
-    def start(self, command: str) -> None:
+    def start(self, command: str, token: str) -> None:
         """Starts the agent; its input stays open as long as this node's part of the job lives."""
+        from shardwise.launch.token import VARIABLE
+
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", start_new_session=True,
+            ["/bin/sh", "-c", command], env=os.environ | {VARIABLE: token}, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -71,13 +74,15 @@ def main(spec: dict[str, Any]) -> int:
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    code = LOST
+    from shardwise.launch.token import make_token
+
+    token, code = make_token(), LOST  # made here: what is submitted with a job, Ray keeps and shows
     while code == LOST and not stopping.is_set():
-        code = _gather(spec, stopping)
+        code = _gather(spec, token, stopping)
     return code if code != LOST else 143
 
 
-def _gather(spec: dict[str, Any], stopping: threading.Event) -> int:
+def _gather(spec: dict[str, Any], token: str, stopping: threading.Event) -> int:
     import ray
 
     hosts: dict[str, Any] = {}  # node → its Host
@@ -86,7 +91,7 @@ def _gather(spec: dict[str, Any], stopping: threading.Event) -> int:
     while True:
         free = [node for node in _nodes(spec) if node not in hosts and node not in codes]
         for node in free[: spec["most"] - len(hosts)] if not stopping.is_set() else ():
-            found = _start(spec, node, meet, len(codes) + len(hosts))
+            found = _start(spec, token, node, meet, len(codes) + len(hosts))
             if found is not None:
                 hosts[node], meet = found
                 first = first or node
@@ -129,7 +134,7 @@ def _nodes(spec: dict[str, Any]) -> list[str]:
     return [node["NodeID"] for node in nodes if fits(node)]
 
 
-def _start(spec: dict[str, Any], node: str, meet: str, number: int) -> tuple[Any, str] | None:
+def _start(spec: dict[str, Any], token: str, node: str, meet: str, number: int) -> tuple[Any, str] | None:
     """An agent on a node, and where they meet; None if the node has no room just now."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -143,7 +148,7 @@ def _start(spec: dict[str, Any], node: str, meet: str, number: int) -> tuple[Any
         address, port = ray.get(host.place.remote(), timeout=60)
         meet = meet or f"{address}:{spec['port'] or port}"
         command = f"{spec['node']} --name node-{number}-{node[:6]} --meet {meet}"
-        ray.get(host.start.remote(command), timeout=60)
+        ray.get(host.start.remote(command, token), timeout=60)
         return host, meet
     except (ray.exceptions.RayError, TimeoutError) as error:
         print(f"node {node[:8]} has no room: {type(error).__name__}", flush=True)

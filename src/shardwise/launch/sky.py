@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -10,6 +11,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.launch.submission import INSTALLED, PORT, Submission, as_yaml, output_of, single_line, tool
+from shardwise.launch.token import VARIABLE, make_token
 
 
 class Sky:
@@ -38,7 +40,7 @@ class Sky:
         task = {
             "name": asked.name, "num_nodes": asked.hosts.most, "workdir": str(asked.folder),
             "resources": {name: value for name, value in resources.items() if value is not None},
-            "envs": dict(asked.env), "secrets": dict.fromkeys(asked.passed),  # values come with the command
+            "envs": dict(asked.env), "secrets": dict.fromkeys((*asked.passed, VARIABLE)),  # values: see submit
             "run": "\n".join(run) + "\n",
         }  # fmt: skip
         if asked.image is None:
@@ -47,12 +49,13 @@ class Sky:
 
     def submit(self, asked: Submission, text: str) -> str:
         program = tool("sky", "--sky")
-        secrets = [word for name in asked.passed for word in ("--secret", name)]
+        secrets = [word for name in (*asked.passed, VARIABLE) for word in ("--secret", name)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "task.yaml"
             file.write_text(text)
             command = [program, "launch", "--yes", "--detach-run", "--cluster", asked.name, *secrets, str(file)]
-            if subprocess.run(command, check=False).returncode:
+            # A name alone is looked up in the environment: command lines are for all to read.
+            if subprocess.run(command, env=os.environ | {VARIABLE: make_token()}, check=False).returncode:
                 raise UserError("--sky", asked.name, "SkyPilot did not start it", "see above, or try --dry-run")
         print(f"the machines cost money until `sky down {asked.name}`", flush=True)
         return asked.name

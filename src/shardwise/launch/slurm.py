@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.launch.submission import HERE, INSTALLED, Submission, follow_file, output_of, single_line, tool
+from shardwise.launch.token import VARIABLE
 
 BEFORE = 30  # seconds of the time limit, beyond those for saving, that are left for all to end
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
@@ -17,6 +18,9 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # The address that Slurm itself reaches the node at: its name need not be known to name servers.
 address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p' | head -n 1)
 port={port}
+# Drawn here, for this job: it goes to the agents with srun's environment, and stands in no file or command line.
+{token}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export {token}
 
 warned=
 stop() {{
@@ -71,7 +75,7 @@ class Slurm:
             srun += f" --container-image={shlex.quote(asked.image)} --container-mounts={shlex.quote(str(asked.folder))}"
             program = INSTALLED
         port = asked.port or "$((20000 + SLURM_JOB_ID % 20000))"
-        body = BODY.format(node=asked.node(program, "--id", asked.name), srun=srun, port=port)
+        body = BODY.format(node=asked.node(program, "--id", asked.name), srun=srun, port=port, token=VARIABLE)
         setup = [line for line in lines if not line.startswith("#SBATCH")]
         return "\n".join(["#!/bin/bash", *head, "", f"cd {shlex.quote(str(asked.folder))} || exit 1", *asked.exports(),
                           *setup, body])  # fmt: skip

@@ -18,6 +18,7 @@ from types import FrameType
 
 from shardwise.errors import UserError
 from shardwise.launch.submission import HERE, INSTALLED, PORT, Submission, tool
+from shardwise.launch.token import VARIABLE, make_token
 
 BROKEN = 255  # ssh's own exit code for a connection that it could not make or lost
 AGAIN = 5.0  # seconds until it is tried again
@@ -35,7 +36,7 @@ def commands(asked: Submission) -> dict[str, list[str]]:
         name = host.rpartition("@")[2]
         node = asked.node(program, "--name", name, "--meet", f"{place}:{asked.port or PORT}", "--listen")
         # Values that must not be seen come through the connection: a command line is for all to read.
-        secrets = [f"IFS= read -r {one} && export {one}" for one in asked.passed]
+        secrets = [f"IFS= read -r {one} && export {one}" for one in (*asked.passed, VARIABLE)]
         steps = [f"cd {shlex.quote(str(asked.folder))}", *secrets, *asked.exports(), *asked.lines, f"exec {node}"]
         found[host] = ["ssh", *OPTIONS, *shlex.split(os.environ.get("SHARDWISE_SSH_OPTIONS", "")), host,
                        " && ".join(steps)]  # fmt: skip
@@ -95,7 +96,7 @@ def run(asked: Submission) -> int:
     for name in asked.passed:
         if "\n" in os.environ[name]:
             raise UserError("--env", name, "has several lines, which cannot be passed on", "keep it in a file there")
-    secrets = [os.environ[name] for name in asked.passed]
+    secrets = [*(os.environ[name] for name in asked.passed), make_token()]
     connections = [_Connection(host, [program, *command[1:]], secrets) for host, command in commands(asked).items()]
     signals: list[int] = []
 

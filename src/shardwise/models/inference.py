@@ -50,8 +50,8 @@ def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool =
         checkpoint = find_checkpoint(path)
         check_whole(checkpoint)
         if talks:
-            check_talks(AutoConfig.from_pretrained(checkpoint / MODEL), name)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL)
+            check_talks(AutoConfig.from_pretrained(checkpoint / MODEL, trust_remote_code=False), name)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
         if not changed_tokenizer:
             check_fingerprint(checkpoint / MODEL, tokenizer)
         return from_checkpoint(checkpoint, device), tokenizer
@@ -83,7 +83,11 @@ def _pretrained(source: ModelSource, device: str, brought: Collection[str] = ())
     dtype: Any = "auto" if device == "cuda" else torch.float32
     transformers_logging.disable_progress_bar()  # a second or two; the answer is what people wait for
     model, report = auto_class(source.task).from_pretrained(
-        source.weights, config=source.config, dtype=dtype, output_loading_info=True
+        source.weights,
+        config=source.config,
+        dtype=dtype,
+        output_loading_info=True,
+        trust_remote_code=source.trust_remote_code,
     )
     if missing := sorted(set(report["missing_keys"]) - set(brought)):
         # transformers would fill them at random and say so in a log; a model that talks nonsense is no help.
@@ -117,9 +121,9 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
         if (plan := checkpoint_plan(checkpoint)) is not None:
             attach(model, plan)
     else:
-        config = AutoConfig.from_pretrained(checkpoint / MODEL)
+        config = AutoConfig.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
         config.use_cache = True
-        model = auto_class(task_of(config)).from_config(config, dtype=torch.float32)
+        model = auto_class(task_of(config)).from_config(config, dtype=torch.float32, trust_remote_code=False)
         names = set(model.state_dict().keys())
     # Tied tensors are stored once; of an adapter run by each of their names.
     parameters = model.named_parameters(remove_duplicate=not holds_adapter(checkpoint))

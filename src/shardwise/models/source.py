@@ -210,12 +210,16 @@ def _gguf_folder(file: Path) -> Path:
 
 
 @contextmanager
-def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, str]]:
+def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, Any]]:
     """What transformers must be told to read a GGUF file; what goes wrong with that is the file's."""
     try:
         # Its bar over the tensors is tqdm's own, which writes to stderr and cannot be turned off from outside.
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
-            yield {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+            yield {
+                "pretrained_model_name_or_path": str(file.parent),
+                "gguf_file": file.name,
+                "trust_remote_code": False,
+            }
     except Exception as error:
         problem = f"transformers cannot read this GGUF file ({first_line(error)})"
         raise UserError(field, str(file), problem, "use the model's original Hugging Face folder instead") from None
@@ -235,6 +239,8 @@ def converted_folder(source: ModelSource) -> Path:
     """A copy of the weights under the model's own parameter names, made once through transformers' loader."""
     assert source.weights is not None
 
+    from shardwise.checkpoint.safe import global_in
+
     def make(folder: Path) -> None:
         where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
         try:
@@ -243,6 +249,10 @@ def converted_folder(source: ModelSource) -> Path:
                     source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
                 )
         except Exception as error:
+            if (name := global_in(error)) is not None:
+                problem = f"its weights hold what could run code when they are read ({name}); they were not loaded"
+                remedy = "use a copy with safetensors, or one that you trust"
+                raise UserError("model", str(source.weights), problem, remedy) from None
             reason = first_line(error).partition(" For details")[0]  # of a report that we keep quiet
             problem = f"transformers cannot load its weights ({reason})"
             raise UserError("model", str(source.weights), problem, "fetch the model again") from None

@@ -52,9 +52,13 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return {k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
+            named = {k: str(f) for k, f in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError("model", str(index), "is not a valid weight index", "fetch the model again") from None
+        if outside := next((f for f in named.values() if Path(f).name != f), None):
+            problem = f"names a file outside the model's folder ({outside})"
+            raise UserError("model", str(index), problem, "do not use it, or fetch the model again")
+        return {k: folder / f for k, f in named.items()}
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwise.hide import hide
 from shardwise.observe.metrics import Record, flat
 
 NESTED = {"losses": "loss", "breakdown": "seconds"}  # mappings within a record, and what their entries are called
@@ -46,7 +47,7 @@ class Trackers:
     """All trackers of a run; `put` never waits, `troubles` has what is to be told."""
 
     def __init__(self, openers: dict[str, Open], output: Path, settings: dict[str, Any], step: int) -> None:
-        shown = {name: redacted(str(value))[:LONGEST] for name, value in flat(settings)}
+        shown = {name: hide(str(value))[:LONGEST] for name, value in flat(settings)}
         self._lanes = [_Lane(name, opener, output, shown, step) for name, opener in openers.items()]
 
     def put(self, record: Record) -> None:
@@ -106,7 +107,7 @@ class _Lane:
             tracker.close()
         except BaseException as error:  # whatever it throws, SystemExit too: training goes on
             first = (str(error).strip().splitlines() or [""])[0]
-            self.failed = redacted(f"{type(error).__name__}: {first}")[:LONGEST]
+            self.failed = hide(f"{type(error).__name__}: {first}")[:LONGEST]
 
 
 def figures_of(record: Record) -> dict[str, float]:
@@ -118,15 +119,6 @@ def figures_of(record: Record) -> dict[str, float]:
         elif name not in NO_FIGURES and _is_number(value):
             found[f"{kind}/{name}"] = value
     return {name: float(value) for name, value in found.items()}
-
-
-def redacted(text: str) -> str:
-    """Without the values of variables that hold secrets, should a message quote one."""
-    words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
-    for name, value in os.environ.items():
-        if len(value) >= 6 and any(word in name.upper() for word in words):
-            text = text.replace(value, "…")
-    return text
 
 
 def openers_of(names: Sequence[str]) -> dict[str, Open]:

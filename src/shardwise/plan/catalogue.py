@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.cache import config_root
+from shardwise.config.bounded_yaml import read_yaml
 from shardwise.errors import UserError
 
 SECTIONS = ("nodes", "links", "networks", "devices")
@@ -106,7 +107,7 @@ def _read(own: str | None, _changed: int) -> Catalogue:
     if own is None:
         return _validated(shipped, "hardware.yaml")
     try:
-        extra = yaml.safe_load(Path(own).read_text()) or {}
+        extra = read_yaml(Path(own).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise UserError(own, None, f"cannot be read: {' '.join(str(error).split())}", "correct the file") from None
     return _validated(_merged(shipped, extra, own), own)

@@ -34,6 +34,7 @@ log = logging.getLogger("shardwise.serve")
 
 BODY_LIMIT = 4 << 20  # bytes; a context of 128k tokens is about 0.5 MB of English
 BODY_SECONDS = 30.0
+LONGEST_HEADERS = 16 << 10  # bytes in all; the server stops those that never end
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -229,6 +230,8 @@ class Api:
 
         async def guarded(request: Request) -> Response:
             try:
+                if sum(len(name) + len(value) for name, value in request.scope["headers"]) > LONGEST_HEADERS:
+                    raise Refused(431, "the headers are too long", code="headers_too_large")
                 if not open_to_all:
                     self._admit(request)
                 return await handler(request)

@@ -18,6 +18,7 @@ from shardwise.errors import Interrupted, UserError
 from shardwise.serve.rate import Rate, parse_rate
 
 INSTALL = "pip install 'shardwise[serve]'"
+MOST_AT_ONCE = 1024  # connections
 GRACE = 10.0  # seconds that answers under way have after Ctrl-C or SIGTERM
 
 
@@ -82,10 +83,7 @@ def _run(
     limits = Limits(options.max_concurrent, options.queue, options.timeout, 4096 if on_gpu else 512)
     engine = Engine(models, limits)
     policy = Policy(key, options.max_tokens, rate, local, log_prompts=options.log_prompts)
-    config = uvicorn.Config(
-        Api(models, engine, policy).app(), log_config=None, access_log=False, server_header=False,
-        timeout_graceful_shutdown=int(GRACE) + 5, timeout_keep_alive=30, lifespan="off", ws="none",
-    )  # fmt: skip
+    config = web_config(Api(models, engine, policy).app())
 
     class Server(uvicorn.Server):
         """Tells the engine to come to an end as soon as a signal comes."""
@@ -113,6 +111,19 @@ def _run(
         Server(config).run(sockets=[listener])
     finally:
         engine.close()
+
+
+def web_config(app: Any) -> Any:
+    """How the server meets the network: no more than so many connections, none of which may trickle."""
+    import uvicorn
+
+    from shardwise.serve.impatient import Impatient
+
+    return uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=int(GRACE) + 5,
+        timeout_keep_alive=30, lifespan="off", ws="none", http=Impatient, h11_max_incomplete_event_size=16 << 10,
+        limit_concurrency=MOST_AT_ONCE,
+    )  # fmt: skip
 
 
 def banner(options: Options, listener: socket.socket, names: list[str], with_key: bool) -> str:

@@ -329,7 +329,7 @@ def _render(
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generation_prompt, **options
         )
-    except TemplateError as error:
+    except (TemplateError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         roles = ", ".join(m["role"] for m in messages)
         remedy = "this model's template may allow no system message, or ask for turns that alternate"
         raise UserError("messages", roles, f"the chat template refuses them: {error}", remedy) from None

@@ -132,7 +132,7 @@ def _wearing(name: str, model: Any, tokenizer: Any, folder: Path | None, changed
         return Served(name, model, tokenizer, lambda: use_adapter(model, None))
     load_adapters(model, {name: folder})
     if (folder / "tokenizer.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not changed_tokenizer:
         check_fingerprint(folder, tokenizer)
     return Served(name, model, tokenizer, lambda: use_adapter(model, name))

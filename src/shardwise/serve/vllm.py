@@ -78,7 +78,7 @@ def run(options: Options, places: dict[str, str], key: str | None) -> None:
     folder = _folder(*places.values())
     assert folder is not None
     if not options.changed_tokenizer:
-        check_fingerprint(folder, AutoTokenizer.from_pretrained(folder))
+        check_fingerprint(folder, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     if key is not None:
         os.environ["VLLM_API_KEY"] = key
     print(f"serving {', '.join(places)} with vLLM at http://{options.host}:{options.port}/v1", flush=True)

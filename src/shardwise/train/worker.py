@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.errors import OutOfMemory, RunFailed, UserError
+from shardwise.hide import hide
 
 if TYPE_CHECKING:
     from shardwise.train.job import Job
@@ -106,7 +107,7 @@ def main(job_file: Path, parent: int) -> NoReturn:
         outcome = run_rank(read_job(job_file), status, lambda text: print(f"  {text}", flush=True), supervised=True)
         code = 128 + outcome.stopped_by if outcome.stopped_by else 0
     except BaseException as error:
-        traceback.print_exc()
+        print(hide(traceback.format_exc()), file=sys.stderr)
         note = failure_note(error, rank, status)
         (logs / f"rank-{rank}.error.json").write_text(json.dumps(note))
         code = 2 if isinstance(error, UserError) else 1
@@ -123,7 +124,7 @@ def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, o
     reason = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
     kind = "user" if isinstance(error, UserError) else error.kind if isinstance(error, RunFailed) else "bug"
     rank = getattr(error, "rank", rank)  # all ranks know of a failed save, but one is to blame
-    note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": reason}
+    note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": hide(reason)}
     return note | {"time": time.time(), "memory": isinstance(error, OutOfMemory)}
 
 

@@ -64,7 +64,7 @@ def _import_for(model: str) -> None:
     import shardwise.verify.plain  # noqa: F401
 
     with contextlib.suppress(Exception):  # a model that brings its own code is imported by the ranks
-        kind = type(AutoConfig.from_pretrained(model))
+        kind = type(AutoConfig.from_pretrained(model, trust_remote_code=False))
         importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
 
 

@@ -8,12 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Record = dict[str, Any]
+LARGEST_JSON = 16 << 20  # bytes
 LONGEST_LINE = 1 << 20  # bytes; a record has some hundreds
 AT_ONCE = 1 << 17  # bytes read at a time: no other thread runs while they are parsed, some milliseconds
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A run's own file: a link in its place could show anything of ours to all who watch, a pipe would never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is no file")
+    return os.fdopen(handle, "rb")
 
 
 class Tail:
@@ -40,7 +51,7 @@ class Tail:
         Not all at once where they are many: `behind` says what is left.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
                 anew = self._inode not in (-1, status.st_ino) or status.st_size < self._offset
                 if anew:
@@ -78,7 +89,7 @@ def sampled(path: Path, count: int) -> list[Record]:
     """Records from evenly spread places of a long file, in order: a first look at it while the whole is read."""
     lines: list[bytes] = []
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             for place in range(count):
                 file.seek(place * size // count)
@@ -95,7 +106,7 @@ def sampled(path: Path, count: int) -> list[Record]:
 def last_bytes(path: Path, size: int) -> bytes:
     """The end of a file, from the beginning of a line on; nothing where there is none."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             whole = os.fstat(file.fileno()).st_size
             file.seek(max(0, whole - size))
             data = file.read(size)
@@ -118,7 +129,7 @@ def last_records(path: Path, size: int = 1 << 13) -> list[Record]:
 def first_record(path: Path) -> Record:
     """The first record of a JSON-lines file, or an empty one."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             line = file.readline(LONGEST_LINE)
     except OSError:
         return {}
@@ -128,7 +139,8 @@ def first_record(path: Path) -> Record:
 def read_json(path: Path) -> Record:
     """A JSON object in a file of its own, or an empty one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            found = json.loads(file.read(LARGEST_JSON))
         if isinstance(found, dict):
             return found
     return {}

@@ -92,6 +92,8 @@ def read_config(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
         raise UserError(field_name, str(file), problem, "give a JSON file") from None
+    except RecursionError:
+        raise UserError(field_name, str(file), "is nested too deeply", "give a DeepSpeed config") from None
     except ValueError as error:
         place = f"{file}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
         problem = f"not valid JSON: {getattr(error, 'msg', error)}"

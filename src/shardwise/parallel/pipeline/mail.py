@@ -8,7 +8,7 @@ the receiver, which knows the sender's order, asks for messages in that order.
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.parallel.pipeline.schedule import Orders
-from shardwise.parallel.pipeline.stage import Port
+from shardwise.parallel.pipeline.stage import Layout, Port
 from shardwise.parallel.shared_card import goes_by_host
 
 Way = Literal["forward", "backward"]
@@ -68,6 +69,33 @@ def shapes_of(value: Any) -> Hashable:
     return value is None
 
 
+def encode_ports(ports: tuple[Port, ...]) -> bytes:
+    """As JSON: what comes from another process is data and no pickle, which could run code."""
+    told = []
+    for port in ports:
+        layout = None
+        if (known := port.layout) is not None:
+            assert all(type(one) in (Replicate, Shard) for one in known.placements), known
+            dims = [one.dim if isinstance(one, Shard) else None for one in known.placements]
+            layout = [known.axes, dims, known.shape, known.stride]
+        told.append([port.place, port.shape, str(port.dtype).removeprefix("torch."), port.grad, layout])
+    return json.dumps(told).encode()
+
+
+def decode_ports(data: bytes) -> tuple[Port, ...]:
+    """What `encode_ports` wrote."""
+    found = []
+    for (argument, which), shape, name, grad, layout in json.loads(data):
+        dtype, known = getattr(torch, name), None
+        assert isinstance(dtype, torch.dtype), name
+        if layout is not None:
+            axes, dims, whole, stride = layout
+            placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+            known = Layout(tuple(axes), placements, tuple(whole), tuple(stride))
+        found.append(Port((argument, which), tuple(shape), dtype, grad, known))
+    return tuple(found)
+
+
 class Mail:
     """The messages of one step of one rank. `known` outlives it: what passes at a boundary for micro-batches alike."""
 
@@ -97,7 +125,7 @@ class Mail:
         key = self._key(chunk, micro)
         if key not in self._known:
             self._known[key] = ports
-            words = torch.frombuffer(bytearray(pickle.dumps(ports)), dtype=torch.uint8)
+            words = torch.frombuffer(bytearray(encode_ports(ports)), dtype=torch.uint8)
             self._post(message, torch.tensor([len(words)]))
             self._post(message, words)
         elif self._known[key] != ports:
@@ -183,7 +211,7 @@ class Mail:
             work.wait()
             words, work = self._take("forward", source, [int(length)], torch.uint8)
             work.wait()
-            self._known[key] = pickle.loads(words.cpu().numpy().tobytes())
+            self._known[key] = decode_ports(words.cpu().numpy().tobytes())
         return self._known[key]
 
 
