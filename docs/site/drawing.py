@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from html import escape
 from typing import Any
 
@@ -79,11 +78,10 @@ def picture(title: str, below: str, cells: dict[str, dict[str, Any]], nodes: boo
         y = _panel(parts, y + 14, heading, colours, rows)
     height = y + 4
     told = escape(f"{title}: " + "; ".join(f"{label} {size(c['peak'])}" for label, c in cells.items()))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-        f'aria-label="{told}">\n<style>{STYLE}</style>\n'
-        f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="card"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    card = f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="card"/>'
+    begun = [f'{head} role="img" aria-label="{told}">', f"<style>{STYLE}</style>", card]
+    return "\n".join([*begun, *parts, "</svg>", ""])
 
 
 def _panel(parts: list[str], y: int, heading: str, colours: dict[str, tuple[str, str]], rows: list[Row]) -> int:
@@ -108,9 +106,8 @@ def _panel(parts: list[str], y: int, heading: str, colours: dict[str, tuple[str,
             )
             number = size(values[kind]).partition(" ")[0]
             if wide > LETTER * len(number) + 4 and values[kind] >= GIB / 10:
-                parts.append(
-                    f'<text x="{x + wide / 2:.1f}" y="{y + 13}" text-anchor="middle" style="fill:{_ink(colour)}">{number}</text>'
-                )
+                at = f'x="{x + wide / 2:.1f}" y="{y + 13}" text-anchor="middle" style="fill:{_ink(colour)}"'
+                parts.append(f"<text {at}>{number}</text>")
             x += wide
         y += BAR + 4
     y += 12
@@ -141,21 +138,3 @@ def _ink(colour: str) -> str:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#fff"
-
-
-Formula = tuple[str, Callable[[float], float]]
-
-
-def table(cells: dict[str, dict[str, Any]], formulas: dict[str, tuple[Formula | None, Formula | None]], what: str) -> str:
-    """Formula and measurement side by side: what is held of `what` kinds, and what is sent."""
-    kinds = what.split(" + ")
-    lines = [f"| | {what}: formula | measured | sent: formula | measured |", "| --- | --- | --- | --- | --- |"]
-    for label, cell in cells.items():
-        held = sum((cell["held"] | {k: cell[k] for k in ("host", "disk")}).get(k, 0) for k in kinds)
-        psi = float(cell["parameters"])
-        row = [label]
-        for formula, value in zip(formulas.get(label, (None, None)), (held, sum(cell["sent"].values())), strict=True):
-            row.append(f"{formula[0]} = {size(formula[1](psi))}" if formula else "–")
-            row.append(size(value) if value else "nothing")
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)

@@ -3,25 +3,27 @@
     python docs/site/pictures.py measure [FIGURE…]   # rehearses each cell (minutes), writes docs/site/bytes.json
     python docs/site/pictures.py draw                # bytes.json → docs/pictures/*.svg and the tables of concepts.md
 
-A cell is one rank's step, rehearsed: the real set-up, forward, backward and update on tensors without memory, which hold
-and send to the byte what real ranks do (tests/rehearse). Two micro-batches or more, so that sums of gradients are there.
+A cell is one rank's step, rehearsed: the real set-up, forward, backward and update on tensors without memory, which
+hold and send to the byte what real ranks do (tests/rehearse). Two micro-batches or more, so that there are sums of
+gradients.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import formulas  # noqa: E402
+from drawing import GIB, picture  # noqa: E402
+
 DATA, PICTURES, PAGE = HERE / "bytes.json", HERE.parent / "pictures", HERE.parent / "concepts.md"
-GIB = 2**30
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
@@ -41,7 +43,9 @@ AXES = {"parallel.zero": 0, "train.batch_size": 8}
 CPU, DISK = "offload.optimizer", "offload.parameters"
 FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
     "stages": ("ZeRO stages", 8, 8, {f"stage {n}": {"parallel.zero": n} for n in range(4)}),
-    "hybrid": ("Hybrid sharding", 8, 4, {"stage 3 over 8": ZERO3, "stage 3 over 4, twice": ZERO3 | {"parallel.shard": 4}}),
+    "hybrid": ("Hybrid sharding", 8, 4, {
+        "stage 3 over 8": ZERO3, "stage 3 over 4, twice": ZERO3 | {"parallel.shard": 4},
+    }),
     "zeror": ("ZeRO-R", 8, 8, {
         "stage 3": ZERO3,
         "recompute": ZERO3 | {"recompute": "full"},
@@ -90,7 +94,7 @@ FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
 
 
 def measured(figure: str, label: str) -> dict[str, Any]:
-    """One cell: bytes that a rank holds at the peak of its step by what they are for, and bytes it sends by collective."""
+    """One cell: bytes that a rank holds at the peak of its step, by what they are for, and sends, by collective."""
     from shardwise.rehearse.apart import apart
 
     _, ranks, node, cells = FIGURES[figure]
@@ -203,7 +207,10 @@ def measure(names: list[str]) -> None:
         data["figures"][figure] = {}
         for label in FIGURES[figure][3]:
             data["figures"][figure][label] = found = measured(figure, label)
-            print(f"{figure}, {label}: {found['peak'] / GIB:.2f} GiB, {sum(found['sent'].values()) / GIB:.2f} sent", flush=True)
+            print(
+                f"{figure}, {label}: {found['peak'] / GIB:.2f} GiB, {sum(found['sent'].values()) / GIB:.2f} sent",
+                flush=True,
+            )
     data["made"] = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__,
         "shardwise": shardwise.__version__,
@@ -211,8 +218,42 @@ def measure(names: list[str]) -> None:
     DATA.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def drawn(data: dict[str, Any], page: str) -> tuple[dict[str, str], str]:
+    """The pictures by name, and the page with its tables made anew."""
+    pictures = {}
+    for figure, (title, ranks, node, _) in FIGURES.items():
+        cells = data["figures"][figure]
+        nodes = ranks > node
+        pictures[figure] = picture(title, _caption(figure, cells, ranks, node, data["made"]), cells, nodes)
+        begin, end = f"<!-- bytes: {figure} -->", f"<!-- end of {figure} -->"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{formulas.table(figure, cells)}\n{end}{rest.split(end)[1]}"
+    return pictures, page
+
+
+def _caption(figure: str, cells: dict[str, Any], ranks: int, node: int, made: dict[str, str]) -> str:
+    size = next(iter(cells.values()))["parameters"]
+    model = "mixture of 32 experts" if figure == "expert" else "Llama"
+    counts = sorted({cell["micro_batches"] for cell in cells.values()})
+    many = f"{ranks} ranks" + (f" on {ranks // node} nodes" if ranks > node else "")
+    several = " or ".join(map(str, counts))
+    batch = f"{several} micro-batches of 1 × {LENGTH:,} tokens"
+    return f"{model} of {size / 1e9:.2f}B, bf16, {many}, {batch}; torch {made['torch']}, {made['date']}"
+
+
+def draw() -> None:
+    """bytes.json as pictures and tables."""
+    pictures, page = drawn(json.loads(DATA.read_text()), PAGE.read_text())
+    PICTURES.mkdir(exist_ok=True)
+    for name, text in pictures.items():
+        (PICTURES / f"{name}.svg").write_text(text)
+    PAGE.write_text(page)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
         measure(sys.argv[2:])
+    elif sys.argv[1:] == ["draw"]:
+        draw()
     else:
         sys.exit(__doc__)

@@ -1,4 +1,4 @@
-"""Every command of README and docs: each is parsed by the real parsers, and run unless the table says why it cannot be."""
+"""Every command of README and docs is parsed by the real parsers, and run unless the table says why it cannot be."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def parse_ours(words: list[str], whole: bool) -> None:
 
 
 def parse_script(path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's words as its own argparse takes them; one without argparse must name them in its docstring or be told here."""
+    """A script's words as its own argparse takes them; one without it must say how it is called, or is known here."""
 
     def parse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = argparse.ArgumentParser.parse_known_args(parser, args, namespace)
+        _, unknown = argparse.ArgumentParser.parse_known_args(parser, args, namespace)
         assert not unknown, f"{path.name} has no {unknown}"
         raise Parsed
 
@@ -150,8 +150,8 @@ def parse_pip(words: list[str]) -> None:
     assert words[0] in ("install", "download")
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     for word in words[1:]:
-        if word.startswith("shardwise["):
-            assert set(word[len("shardwise[") : -1].split(",")) <= extras, f"extras are {sorted(extras)}"
+        if word.startswith(("shardwise[", ".[")):
+            assert set(word.partition("[")[2][:-1].split(",")) <= extras, f"extras are {sorted(extras)}"
 
 
 @pytest.mark.parametrize("command", ALL, ids=lambda one: f"{one.where} {one.text}"[:110])
@@ -168,7 +168,9 @@ def test_every_command_parses(command: Command, monkeypatch: pytest.MonkeyPatch)
     elif program == "pip":
         parse_pip(words)
     elif program == "make":
-        targets = [line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if line[:1].isalpha()]
+        targets = [
+            line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if line[:1].isalpha()
+        ]
         assert set(words) <= set(targets), f"no target {words}"
     else:
         assert command.fenced and (cannot(command) or program == "cat"), f"{program}: run it, or say in NOT_RUN why not"

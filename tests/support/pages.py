@@ -8,8 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/site/index.md", *(ROOT / "docs").glob("*.md")])
-PROGRAMS = ("shardwise", "python", "pytest", "make", "torchrun", "pip", "apt-get", "cat", "curl", "export", "pre-commit")
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/site/index.md", *(ROOT / "docs").glob("*.md")]
+)
+PROGRAMS = (
+    "shardwise",
+    "python",
+    "pytest",
+    "make",
+    "torchrun",
+    "pip",
+    "apt-get",
+    "cat",
+    "curl",
+    "export",
+    "pre-commit",
+)
 SHELL = ("bash", "sh", "console", "shell")
 TREE = re.compile(r"shardwise \w+:")  # a line of the README's tree
 ASSIGNED = re.compile(r"^(?:[A-Z_]+=\S* +)*")
@@ -60,7 +74,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands() -> list[Command]:
-    """Every command: lines of fenced blocks that begin with a program, and spans of code with a program and its arguments."""
+    """Every command: lines of fenced blocks that begin with a program, and spans of code that do and have arguments."""
     found: dict[str, Command] = {}
     for block in blocks("", "text", *SHELL):
         joined = re.sub(r"\\\n\s*", " ", block.text)

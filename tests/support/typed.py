@@ -77,7 +77,11 @@ def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
     line = as_typed(text)
     ready = next((word for pattern, word in SERVERS.items() if re.match(pattern, text)), None)
     where = folder / "begin" if text.startswith(ELSEWHERE) else folder
-    env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "200", "MEET_TOKEN": "secret-of-16-letters"}
+    env = os.environ | {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "COLUMNS": "200",
+        "MEET_TOKEN": "secret-of-16-letters",
+    }
     said = folder / "said.txt"
     with said.open("w") as out:
         process = subprocess.Popen(
