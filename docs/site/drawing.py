@@ -8,6 +8,7 @@ from typing import Any
 GIB = 2**30
 WIDTH, EDGE, BAR = 440, 16, 18
 INNER = WIDTH - 2 * EDGE
+SEEN = 1e-3  # of the longest bar: less is named in no legend
 LETTER = 6.4  # of a letter of 12 pixels, on average
 HELD = {  # in this order: what it is, its colour
     "parameters": ("parameters", "#0072b2"),
@@ -16,7 +17,7 @@ HELD = {  # in this order: what it is, its colour
     "optimizer": ("optimizer", "#e69f00"),
     "activations": ("activations", "#009e73"),
     "logits and loss": ("logits and loss", "#cc79a7"),
-    "buffers": ("buffers", "#8a8a8a"),
+    "buffers": ("buffers, temporary", "#8a8a8a"),
     "host": ("on the host", "#c9b8e8"),
     "disk": ("on disk", "#7a5230"),
 }
@@ -48,7 +49,8 @@ def size(value: float) -> str:
 
 def held_row(cell: dict[str, Any]) -> dict[str, float]:
     """What a bar of memory is made of."""
-    return {kind: float(value) for kind in HELD if (value := (cell["held"] | cell).get(kind, 0))}
+    held = cell["held"] | {"host": cell["host"], "disk": cell["disk"]}
+    return {kind: float(held[kind]) for kind in HELD if held.get(kind)}
 
 
 def sent_row(cell: dict[str, Any]) -> dict[str, float]:
@@ -90,9 +92,10 @@ def _panel(parts: list[str], y: int, heading: str, colours: dict[str, tuple[str,
     most = max(sum(values.values()) for _, values in rows) or 1.0
     for label, values in rows:
         total = sum(values.values())
-        y += 14
+        y += 15
         parts.append(f'<text x="{EDGE}" y="{y}">{escape(label)}</text>')
-        shown = size(total) if total else "nothing"
+        away = values.get("host", 0.0) + values.get("disk", 0.0)
+        shown = size(total - away) + (f" + {size(away)} off the device" if away else "") if total else "nothing"
         parts.append(f'<text x="{WIDTH - EDGE}" y="{y}" text-anchor="end">{shown}</text>')
         y += 5
         x = float(EDGE)
@@ -110,9 +113,9 @@ def _panel(parts: list[str], y: int, heading: str, colours: dict[str, tuple[str,
                 parts.append(f"<text {at}>{number}</text>")
             x += wide
         y += BAR + 4
-    y += 12
+    y += 14
     x = float(EDGE)
-    for kind in (kind for kind in colours if any(kind in values for _, values in rows)):
+    for kind in (kind for kind in colours if any(values.get(kind, 0) > SEEN * most for _, values in rows)):
         name, colour = colours[kind]
         wide = 14 + LETTER * len(name) + 14
         if x + wide > WIDTH - EDGE + 10:
@@ -125,7 +128,7 @@ def _panel(parts: list[str], y: int, heading: str, colours: dict[str, tuple[str,
 
 def _wrapped(text: str, width: float) -> list[str]:
     lines = [""]
-    for word in text.split():
+    for word in text.split(" "):
         if LETTER * len(f"{lines[-1]} {word}") > width:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()

@@ -20,7 +20,6 @@ EXPERTS, TOP, E_H, E_L, INNER = (
     8,
     512,
 )  # of the mixture: experts, those a token meets, width, blocks, inner width
-SHARED = 32000 * E_H * 2 + E_L * (E_H * (1024 + 256 + 256) + 1024 * E_H + E_H * EXPERTS + 2 * E_H + 128) + E_H
 IN_EXPERTS = E_L * EXPERTS * 3 * E_H * INNER
 STATES = "parameters + gathered + gradients + optimizer"
 
@@ -34,7 +33,8 @@ DATA: Formula = ("2·4Ψ", lambda p, N, n: 8 * p)
 ALONE: tuple[Formula, Formula] = (("16Ψ", lambda p, N, n: 16 * p), ("0", lambda p, N, n: 0.0))
 SENT3 = ZERO3[1]
 SENT2: Formula = ("2Ψ + n·4Ψ", lambda p, N, n: (2 + 4 * n) * p)
-MEGATRON: Formula = ("2(4L + 1)·n·2sbh", lambda p, N, n: 2 * (4 * L + 1) * n * STATE)
+MEGATRON: Formula = ("2·4L·n·2sbh", lambda p, N, n: 8 * L * n * STATE)
+TIED = 8 * 128256 * H  # an all-reduce of the gradients of embedding and head in fp32
 
 # Figure: kinds that the first formula is of, and for each cell the formulas for held and sent.
 FORMULAS: dict[str, tuple[str, dict[str, tuple[Formula, Formula]]]] = {
@@ -55,7 +55,7 @@ FORMULAS: dict[str, tuple[str, dict[str, tuple[Formula, Formula]]]] = {
         "recompute, inputs on the host": (("0", lambda p, N, n: 0.0), SENT3),
         "recompute, inputs over 2 tensor ranks": (
             ("2sbhL/2", lambda p, N, n: STATE * L / 2),
-            ("n(2·2Ψ + 4Ψ)/2 + 2(6L + 1)·n·2sbh", lambda p, N, n: 4 * n * p + 2 * (6 * L + 1) * n * STATE)),
+            ("n(2·2Ψ + 4Ψ)/2 + 2·6L·n·2sbh", lambda p, N, n: 4 * n * p + 12 * L * n * STATE)),
         "recompute, buckets of 50 MB": (("2sbhL", lambda p, N, n: STATE * L), SENT3),
     }),
     "offload": ("host", {
@@ -76,19 +76,25 @@ FORMULAS: dict[str, tuple[str, dict[str, tuple[Formula, Formula]]]] = {
     }),
     "context": ("activations", {
         "1 rank": (("34sbhL", lambda p, N, n: 34 * S * H * L), ALONE[1]),
-        "ring of 4": (("34sbhL/4", lambda p, N, n: 34 * S * H * L / 4), NONE),
-        "Ulysses over 4": (("34sbhL/4", lambda p, N, n: 34 * S * H * L / 4), NONE),
+        "ring of 4": (("34sbhL/4", lambda p, N, n: 34 * S * H * L / 4),
+                      ("2·4Ψ + nL(N − 1)·4·4(s/N)k", lambda p, N, n: 8 * p + n * L * (N - 1) * 16 * (S / N) * KV)),
+        "Ulysses over 4": (("34sbhL/4", lambda p, N, n: 34 * S * H * L / 4),
+                           ("2·4Ψ + nL·2·2(s/N)(2h + 2k)", lambda p, N, n: 8 * p + n * L * 8 * (S / N) * (H + KV))),
     }),
     "pipeline": ("activations", {
         "1 rank": (("34sbhL", lambda p, N, n: 34 * S * H * L), ALONE[1]),
-        "first of 4 stages": (("4 · 34sbhL/4", lambda p, N, n: 34 * S * H * L), NONE),
-        "second of 4 stages": (("3 · 34sbhL/4", lambda p, N, n: 0.75 * 34 * S * H * L), NONE),
-        "last of 4 stages": (("34sbhL/4", lambda p, N, n: 34 * S * H * L / 4), NONE),
+        "first of 4 stages": (("4 · 34sbhL/4", lambda p, N, n: 34 * S * H * L),
+                              ("n·2sbh + 2·4Vh", lambda p, N, n: n * STATE + TIED)),
+        "second of 4 stages": (("3 · 34sbhL/4", lambda p, N, n: 0.75 * 34 * S * H * L),
+                               ("2n·2sbh", lambda p, N, n: 2 * n * STATE)),
+        "last of 4 stages": (("34sbhL/4", lambda p, N, n: 34 * S * H * L / 4),
+                             ("n·2sbh + 2·4Vh", lambda p, N, n: n * STATE + TIED)),
     }),
     "expert": (STATES, {
         "1 rank": ALONE,
         "4 ranks, stage 0": (ALONE[0], DATA),
-        "expert 4": (NONE, NONE),
+        "expert 4": (("16(Ψ − E) + 16E/N", lambda p, N, n: 16 * (p - IN_EXPERTS) + 16 * IN_EXPERTS / N),
+                     ("2·4(Ψ − E) + 4nL·2skh", lambda p, N, n: 8 * (p - IN_EXPERTS) + 8 * n * E_L * S * TOP * E_H)),
     }),
 }  # fmt: skip
 CROSSING = {  # the ZeRO++ paper's table, in parameters of 16 bits that cross nodes
@@ -101,7 +107,7 @@ def table(figure: str, cells: dict[str, dict[str, Any]]) -> str:
     if figure == "zeropp":
         return _crossing(cells)
     kinds, formulas = FORMULAS[figure]
-    named = kinds.replace("gathered", "working copies")
+    named = "states" if kinds == STATES else kinds
     lines = [
         f"| | {named}: formula | measured | sent: formula | measured | peak |",
         "| --- | --- | --- | --- | --- | --- |",

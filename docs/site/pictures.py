@@ -131,8 +131,6 @@ def _cell(model: dict[str, Any], settings: dict[str, Any], ranks: int, rank: int
     parameters = sum(p.numel() for p in _whole(target.source))
     told = _told(result.tracker, parameters, rank, node)
     told["host"] = sum(storage.nbytes() for storage in shardwise.acting._HOST if storage not in mapped)
-    if "offload.activations" in settings:
-        told["host"] += result.tracker.to_host // result.micro_batches
     told["disk"] = sum(files)
     return told | {"parameters": parameters, "ranks": ranks, "rank": rank, "micro_batches": result.micro_batches}
 
@@ -181,6 +179,8 @@ def _told(tracker: Any, parameters: int, rank: int, node: int) -> dict[str, Any]
     sent: Counter[str] = Counter()
     across = 0
     for _, _, one in tracker.collectives:
+        if one.kind.startswith("recv"):
+            continue  # a rank sends what another receives
         sent[one.kind.rstrip("_")] += one.bytes
         across += round(one.bytes * sum(r // node != rank // node for r in one.ranks) / len(one.ranks))
     return {"held": dict(held), "peak": ledger.peak, "sent": dict(sent), "across": across}
@@ -188,8 +188,11 @@ def _told(tracker: Any, parameters: int, rank: int, node: int) -> dict[str, Any]
 
 def _kind(block: Any, category: str, peak: int, begun: list[int]) -> str:
     """The ledger's categories, fewer; sums of gradients and FSDP's copies on one rank are told apart."""
-    if block.phase == "backward" and any(block.born < start <= peak for start in begun):
-        return "gradients"  # left over from an earlier micro-batch
+    left = any(block.born < start <= peak for start in begun)  # over from an earlier micro-batch
+    if not begun:  # a stage of a pipeline has no such border
+        left = block.operator == "_to_copy"
+    if block.phase == "backward" and left:
+        return "gradients"
     if category == "activations" and block.operator == "copy_":
         return "gathered"  # of a group of one there is nothing to gather: the weights are cast
     return {"buffers": "parameters", "communication": "buffers", "temporary": "buffers"}.get(category, category)
@@ -233,11 +236,11 @@ def drawn(data: dict[str, Any], page: str) -> tuple[dict[str, str], str]:
 
 def _caption(figure: str, cells: dict[str, Any], ranks: int, node: int, made: dict[str, str]) -> str:
     size = next(iter(cells.values()))["parameters"]
-    model = "mixture of 32 experts" if figure == "expert" else "Llama"
+    model = "Mixture of 32 experts" if figure == "expert" else "Llama"
     counts = sorted({cell["micro_batches"] for cell in cells.values()})
     many = f"{ranks} ranks" + (f" on {ranks // node} nodes" if ranks > node else "")
     several = " or ".join(map(str, counts))
-    batch = f"{several} micro-batches of 1 × {LENGTH:,} tokens"
+    batch = f"{several} micro-batches of 1\u00a0×\u00a0{LENGTH:,} tokens"
     return f"{model} of {size / 1e9:.2f}B, bf16, {many}, {batch}; torch {made['torch']}, {made['date']}"
 
 

@@ -45,6 +45,7 @@ NOT_RUN = {
     "python debian_sections.py": "Debian's package lists",
     "python de_en.py": "what it reads is downloaded first",
     "python score_de_en.py": "what it reads is downloaded first",
+    "python -m shardwise.deepspeed.zero_to_fp32": "tests/deepspeed_api/test_checkpoint.py runs it on a checkpoint",
     "python benchmarks/": "minutes of a GPU or of the machine to itself",
     "MEET_TOKEN=… shardwise train": "a meeting point on another host; tests/apart has one here",
 }
@@ -52,7 +53,6 @@ QUICK = (  # run in the default set; the others with the slow ones
     "shardwise recipes", "shardwise config run.yaml", "shardwise config --from-deepspeed ds_config.json",
     "shardwise launch run.yaml --slurm --hosts 6:8 --gpus 8 --dry-run",
 )  # fmt: skip
-NEED_EXPORT = ("export my-model", "--roles", "A B C")
 
 
 def cannot(command: Command) -> str | None:
@@ -193,7 +193,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Path:
     """With a run that has ended, and its model."""
-    for text in ("shardwise train run.yaml", "shardwise export out/run my-model"):
+    first = ("shardwise train run.yaml", "shardwise train run.yaml method=lora train.steps=2 output=out/lora")
+    for text in (*first, "shardwise export out/run my-model"):
         code, said = type_in(text, folder)
         assert code == 0, said
     return folder

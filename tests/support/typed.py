@@ -20,7 +20,8 @@ from support.tiny import LLAMA, PAIRS, saved_model, tiny_run
 WORDS = {  # what stands for something of the reader's own
     r"\bsmollm2-135m-instruct\b": "tiny",
     r"\bA B C\b": "tiny out/run my-model",
-    r"\bCHECKPOINT_DIR OUTPUT_DIR\b": "saved fp32",
+    r"export out/run my-model --merged": "export out/lora my-merged --merged",  # of a run that trained an adapter
+    r"^(shardwise rehearse run\.yaml --nodes 64.*)$": r"\1 train.batch_size=512",
     r"/mnt/scratch\b": "scratch",
     r"^shardwise bench$": "shardwise bench --quick",
     r"^shardwise bench --ranks 2$": "shardwise bench --ranks 2 --quick",
@@ -75,6 +76,8 @@ def as_typed(text: str) -> str:
 def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
     """Types a command and waits for its end, or of a server for its first word, after which it gets Ctrl-C."""
     line = as_typed(text)
+    if line.startswith("shardwise export"):  # it overwrites nothing
+        _remove(folder / line.split()[3])
     ready = next((word for pattern, word in SERVERS.items() if re.match(pattern, text)), None)
     where = folder / "begin" if text.startswith(ELSEWHERE) else folder
     env = os.environ | {
@@ -101,6 +104,12 @@ def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
                 process.wait()
     code = 0 if ready is not None and process.returncode in (0, 130, -signal.SIGINT) else process.returncode
     return code, said.read_text()
+
+
+def _remove(target: Path) -> None:
+    if target.is_dir():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
 
 
 def _until(word: str, said: Path, process: subprocess.Popen[bytes], timeout: float) -> None:
