@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,7 +52,6 @@ def furnish(folder: Path) -> None:
     (folder / "eval.yaml").write_text("tasks:\n  - {type: loss, data: heldout.jsonl}\n")
     (folder / "hosts").write_text("worker-0 slots=4\nworker-1 slots=4\n")
     (folder / "scratch").mkdir()
-    (folder / "begin").mkdir()
     shutil.copytree(ROOT / "examples", folder / "examples")
     for name in ("ds_config.json", "train.py"):
         shutil.copy(ROOT / "examples/deepspeed" / name, folder / name)
@@ -79,7 +79,7 @@ def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
     if line.startswith("shardwise export"):  # it overwrites nothing
         _remove(folder / line.split()[3])
     ready = next((word for pattern, word in SERVERS.items() if re.match(pattern, text)), None)
-    where = folder / "begin" if text.startswith(ELSEWHERE) else folder
+    where = Path(tempfile.mkdtemp(dir=folder)) if text.startswith(ELSEWHERE) else folder
     env = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "COLUMNS": "200",
