@@ -50,7 +50,7 @@ NOT_RUN = {
     "MEET_TOKEN=… shardwise train": "a meeting point on another host; tests/apart has one here",
 }
 QUICK = (  # run in the default set; the others with the slow ones
-    "shardwise recipes", "shardwise config run.yaml", "shardwise config --from-deepspeed ds_config.json",
+    "shardwise recipes", "shardwise config run.yaml",
     "shardwise launch run.yaml --slurm --hosts 6:8 --gpus 8 --dry-run",
 )  # fmt: skip
 

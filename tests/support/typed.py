@@ -28,7 +28,7 @@ WORDS = {  # what stands for something of the reader's own
     r"^shardwise bench --ranks 2$": "shardwise bench --ranks 2 --quick",
     r"^(shardwise launch run\.yaml (?!.*--dry-run).*)$": r"\1 --dry-run",
     r"--hosts (6:8|2:4)(.*)$": r"--hosts \1\2 train.batch_size=1344",  # what any number of these hosts divides
-    r"--num_gpus 2 train\.py …": "--num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json",
+    r"--num_gpus 2 train\.py …": "--num_gpus 2 train.py --deepspeed_config examples/deepspeed/ds_config.json",
     r" …": "",
     r"^python -m shardwise\.config": f"{sys.executable} -m shardwise.config",
 }
@@ -53,8 +53,8 @@ def furnish(folder: Path) -> None:
     (folder / "hosts").write_text("worker-0 slots=4\nworker-1 slots=4\n")
     (folder / "scratch").mkdir()
     shutil.copytree(ROOT / "examples", folder / "examples")
-    for name in ("ds_config.json", "train.py"):
-        shutil.copy(ROOT / "examples/deepspeed" / name, folder / name)
+    shutil.copy(ROOT / "examples/deepspeed/train.py", folder / "train.py")
+    (folder / "ds_config.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}\n')
     run = tiny_run(folder, "tiny", data__train="chat.jsonl", data__eval="5%", output="out/run", ranks=1, train__steps=4)
     run["train"] |= {"batch_size": 32, "micro_batch_size": "auto"}
     run["checkpoint"] = {"every": 2}
@@ -89,7 +89,7 @@ def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
     with said.open("w") as out:
         process = subprocess.Popen(
             ["bash", "-o", "pipefail", "-c", line.replace("MEET_TOKEN=…", "")], cwd=where, env=env, stdout=out,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_hears_ctrl_c,
         )  # fmt: skip
         try:
             if ready is None:
@@ -104,6 +104,11 @@ def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
                 process.wait()
     code = 0 if ready is not None and process.returncode in (0, 130, -signal.SIGINT) else process.returncode
     return code, said.read_text()
+
+
+def _hears_ctrl_c() -> None:
+    """A shell's background jobs, tests among them, hand on that it is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _remove(target: Path) -> None:
