@@ -94,7 +94,7 @@ FORMULAS: dict[str, tuple[str, dict[str, tuple[Formula, Formula]]]] = {
         "1 rank": ALONE,
         "4 ranks, stage 0": (ALONE[0], DATA),
         "expert 4": (("16(Ψ − E) + 16E/N", lambda p, N, n: 16 * (p - IN_EXPERTS) + 16 * IN_EXPERTS / N),
-                     ("2·4(Ψ − E) + 4nL·2skh", lambda p, N, n: 8 * (p - IN_EXPERTS) + 8 * n * E_L * S * TOP * E_H)),
+                     ("2·4(Ψ − E) + 4nL·2s·t·h", lambda p, N, n: 8 * (p - IN_EXPERTS) + 8 * n * E_L * S * TOP * E_H)),
     }),
 }  # fmt: skip
 CROSSING = {  # the ZeRO++ paper's table, in parameters of 16 bits that cross nodes

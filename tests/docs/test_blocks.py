@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.pages import Block, blocks
+from support.pages import ROOT, Block, blocks
 from support.typed import furnish, rows_of
 
 from shardwise.config.load import load_run
@@ -26,6 +26,17 @@ RUN_HERE = (
 
 def where(block: Block) -> str:
     return block.where
+
+
+def run(code: Any, names: dict[str, Any]) -> None:
+    """Executes a block, and leaves no process group behind."""
+    import torch.distributed as dist
+
+    try:
+        exec(code, names)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def alternatives(text: str) -> list[dict[str, Any]]:
@@ -83,7 +94,7 @@ def test_a_wrong_key_in_a_block_would_be_noticed() -> None:
 def test_python_compiles(block: Block) -> None:
     code = compile(block.text, block.where, "exec")
     if block.page in RUN_HERE and "Trainer" not in block.text:
-        exec(code, {})
+        run(code, {})
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=where)
@@ -118,7 +129,7 @@ def test_the_whole_run_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for block in blocks("python"):
         if "Trainer(" in block.text:
             code = block.text.replace('"precision": "bf16"', '"precision": "fp32"')  # a CPU's
-            exec(compile(code, block.where, "exec"), {"model": model, "data": data})
+            run(compile(code, block.where, "exec"), {"model": model, "data": data})
     assert (tmp_path / "out/library/model/config.json").exists() and (tmp_path / "out/run/model/config.json").exists()
 
 
@@ -147,3 +158,14 @@ def test_adapters_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch.equal(base(**inputs).logits, plain)
     exec(compile(lines[-1], block.where, "exec"), names)
     assert torch.equal(base(**inputs).logits, plain)
+
+
+def test_messages_of_the_troubleshooting_page_are_ours() -> None:
+    """What its first column quotes is said somewhere in the code, but for numbers, names and signals."""
+    said = re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py")))
+    rows = [
+        line.split("|")[1] for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if line[:1] == "|"
+    ]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    parts = [part.strip() for text in quoted for part in re.split(r"…|\bN\b|SIG[A-Z]+|\bnan\b", text) if part.strip()]
+    assert len(quoted) > 10 and [part for part in parts if part not in said] == []
