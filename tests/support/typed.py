@@ -18,6 +18,8 @@ import yaml
 from support.pages import ROOT
 from support.tiny import LLAMA, PAIRS, saved_model, tiny_run
 
+# As many heads and blocks as the docs divide them by.
+WIDE = LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 4}
 WORDS = {  # what stands for something of the reader's own
     r"\bsmollm2-135m-instruct\b": "tiny",
     r"\bA B C\b": "tiny out/run my-model",
@@ -42,7 +44,7 @@ ELSEWHERE = ("shardwise demo --write", "shardwise plan qwen3-30b-a3b")  # these 
 
 def furnish(folder: Path) -> None:
     """run.yaml with a tiny model, data, questions, a DeepSpeed config and script, and the programs by their names."""
-    saved_model(folder / "tiny", LLAMA)
+    saved_model(folder / "tiny", WIDE)
     shutil.copy(PAIRS, folder / "chat.jsonl")
     lines = PAIRS.read_text().splitlines()
     (folder / "heldout.jsonl").write_text("\n".join(lines[:4]) + "\n")
