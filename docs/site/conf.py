@@ -27,7 +27,6 @@ def setup(app: object) -> None:
     pages.mkdir()
     for page in (HERE.parent).glob("*.md"):
         shutil.copy(page, pages)
-    for picture in (HERE.parent).glob("*.svg"):
-        shutil.copy(picture, pages)
+    shutil.copytree(HERE.parent / "pictures", pages / "pictures")
     (pages / "config.md").write_text(reference.config_page())
     (pages / "commands.md").write_text(reference.commands_page())

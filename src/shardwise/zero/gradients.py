@@ -138,8 +138,12 @@ class GradientShelf:
         self._norms.clear()
 
     def _to_host(self, region: Region, rows: torch.Tensor, first: bool) -> torch.Tensor:
-        assert region.buffer is not None and self.stream is not None
+        assert region.buffer is not None
         home = region.buffer.view(torch.float32).view(rows.shape)
+        if self.stream is None:  # a rehearsal
+            rows = rows if first else rows + home
+            home.copy_(rows)
+            return rows
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         rows.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
