@@ -29,12 +29,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-WORKERS, LENGTH, EACH, STEPS, WARM, RATE = 4, 256, 4, 600, 100, 2e-3
-CONFIG = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 260, "max_position_embeddings": LENGTH,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+WORKERS, EACH, STEPS, WARM, RATE = 4, 4, 600, 100, 2e-3
+LENGTHS = {"small": 128, "large": 256}
+SIZES = {
+    "small": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2},  # 117,312 parameters
+    "large": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},  # 837,248
+}
+
+
+def config_of(size: str) -> dict[str, Any]:
+    """A llama over bytes."""
+    return SIZES[size] | {
+        "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 260,
+        "max_position_embeddings": LENGTHS[size], "tie_word_embeddings": True,
+    }  # fmt: skip
 
 
 def make_data(work: Path) -> None:
@@ -63,15 +71,15 @@ def make_data(work: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(work / "bytes")
 
 
-def run_of(
-    work: Path, name: str, model: Any, data: str, steps: int, batch: int, rate: float = RATE, **more: Any
-) -> Path:
+def run_of(asked: Any, name: str, data: str, batch: int, **more: Any) -> Path:
     """A RUN.yaml (JSON is YAML)."""
+    work = asked.work
     run: dict[str, Any] = {
-        "model": model, "data": {"train": str(work / f"{data}.jsonl"), "eval": str(work / "held.jsonl"),
-                                 "sequence_length": LENGTH},
-        "train": {"steps": steps, "batch_size": batch, "micro_batch_size": EACH, "learning_rate": rate,
-                  "warmup": 20, "schedule": "cosine", "final_learning_rate": 0.1, "weight_decay": 0.1},
+        "model": model_of(asked), "data": {"train": str(work / f"{data}.jsonl"), "eval": str(work / "held.jsonl"),
+                                           "sequence_length": LENGTHS[asked.size]},
+        "train": {"steps": asked.steps, "batch_size": batch, "micro_batch_size": asked.each, "seed": asked.seed,
+                  "optimizer": asked.optimizer, "learning_rate": asked.learning_rate, "warmup": asked.warmup,
+                  "schedule": "cosine", "final_learning_rate": 0.1, "weight_decay": 0.1},
         "precision": "fp32", "device": "cpu", "parallel": {"zero": 0}, "checkpoint": {"every": None},
         "export": {"check": False}, "log": {"every": 10}, "output": str(work / name), "resume": "never", **more,
     }  # fmt: skip
@@ -135,17 +143,16 @@ def note(work: Path, name: str, values: dict[str, Any]) -> None:
     print(json.dumps(values))
 
 
-def model_of(work: Path, begin: str) -> Any:
+def model_of(asked: Any) -> Any:
     """What training starts from: an earlier run's model, or nothing."""
-    return {"config": CONFIG, "tokenizer": str(work / "bytes")} if begin == "scratch" else str(work / begin / "model")
+    if asked.begin == "scratch":
+        return {"config": config_of(asked.size), "tokenizer": str(asked.work / "bytes")}
+    return str(asked.work / asked.begin / "model")
 
 
 def synchronous(work: Path, asked: Any) -> None:
     """Four ranks, one batch."""
-    name = asked.name or "synchronous"
-    file = run_of(work, name, model_of(work, asked.begin), "all", asked.steps, asked.each * WORKERS,
-                  asked.learning_rate, ranks=WORKERS)  # fmt: skip
-    wait(start(file))
+    wait(start(run_of(asked, asked.name, "all", asked.each * WORKERS, ranks=WORKERS)))
     tell(asked, {})
 
 
@@ -162,15 +169,15 @@ def apart(work: Path, asked: Any) -> None:
     runs = []
     for worker in range(WORKERS):
         meet = {"meet": f"127.0.0.1:{found[1]}", "every": asked.every, "name": f"worker-{worker}"}
-        runs.append(start(run_of(
-            work, f"{asked.name}-{worker}", model_of(work, asked.begin), str(worker), asked.steps, asked.each,
-            asked.learning_rate, apart=meet,
-        )))  # fmt: skip
+        runs.append(start(run_of(asked, f"{asked.name}-{worker}", str(worker), asked.each, apart=meet)))
     wait(*runs)
     point.send_signal(signal.SIGINT)
     point.communicate()
     rounds = [json.loads(line) for line in (state / "rounds.jsonl").read_text().splitlines()]
-    tell(asked, {"every": asked.every, "dtype": asked.dtype, "rounds": len(rounds)})
+    tell(asked, {
+        "every": asked.every, "dtype": asked.dtype, "rounds": len(rounds), "outer_rate": asked.outer_rate,
+        "outer_momentum": asked.outer_momentum,
+    })  # fmt: skip
 
 
 def tell(asked: Any, more: dict[str, Any]) -> None:
@@ -185,19 +192,26 @@ def measured(work: Path, asked: Any) -> None:
     moved = alone([word for word in sys.argv[1:] if word != "--inside"])
     output = work / (asked.name if asked.what == "synchronous" else f"{asked.name}-0")
     more = json.loads((work / f"more-{asked.name}.json").read_text())
-    more |= {"bytes": moved, "loss": held_out(output), "tokens": asked.steps * WORKERS * asked.each * LENGTH}
-    more |= {"steps": asked.steps, "from": asked.begin}
+    more |= {"bytes": moved, "loss": held_out(output), "steps": asked.steps, "from": asked.begin}
+    more |= {"tokens": asked.steps * WORKERS * asked.each * LENGTHS[asked.size]}
+    same = ("size", "each", "optimizer", "learning_rate", "warmup", "seed")
+    more |= {name: getattr(asked, name) for name in same}
     note(work, asked.name, more | {"seconds": round(time.monotonic() - began)})
+
+
+def _task(one: dict[str, Any]) -> tuple[Any, ...]:
+    """What two runs must have in common to be compared; their rates are each one's own best."""
+    return tuple(one.get(name) for name in ("size", "from", "steps", "each", "seed"))
 
 
 def table(work: Path, target: Path | None) -> None:
     """Every result beside the synchronous one with the same beginning."""
     found = [json.loads(file.read_text()) for file in sorted(work.glob("result-*.json"))]
-    plain = {(one["from"], one["steps"]): one for one in found if "every" not in one}
+    plain = {_task(one): one for one in found if "every" not in one}
     lines = ["| run | from | meetings | on the wire | bytes | times fewer | held-out loss | against synchronous |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for one in sorted(found, key=lambda o: (o["from"], o["steps"], "every" in o, o.get("every", 0))):
-        beside = plain[one["from"], one["steps"]]
+    for one in sorted(found, key=lambda o: (str(_task(o)), "every" in o, o.get("every", 0), o["name"])):
+        beside = plain[_task(one)]
         meets = f"{one['rounds']}, every {one['every']} steps" if "every" in one else "every step"
         lines.append(
             f"| {one['name']} | {one['from']} | {meets} | {one.get('dtype', 'fp32')} | {one['bytes'] / 1e6:,.1f} MB | "
@@ -221,6 +235,10 @@ def main() -> None:
     parser.add_argument("--begin", default="warm", help="the run whose model is the start, or scratch")
     parser.add_argument("--each", type=int, default=EACH, help="sequences of a worker's step")
     parser.add_argument("--learning-rate", type=float, default=RATE)
+    parser.add_argument("--optimizer", default="adamw", help="the inner one, and the synchronous run's")
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--size", choices=list(SIZES), default="small")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
@@ -230,9 +248,8 @@ def main() -> None:
         case "data":
             make_data(asked.work)
         case "warm":
-            wait(
-                start(run_of(asked.work, "warm", model_of(asked.work, "scratch"), "all", WARM, EACH * WORKERS, ranks=2))
-            )
+            asked.steps, asked.begin = WARM, "scratch"
+            wait(start(run_of(asked, "warm", "all", asked.each * WORKERS, ranks=2)))
         case "up":
             loopback_up()
         case "table":
