@@ -40,5 +40,7 @@ def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
     count = -(-n // BLOCK)
     bytes_, scales = packed.split([count * (BLOCK // 4), count * 2])
     codes = (bytes_[:, None] >> _SHIFTS) & 3
-    values = _LEVELS[codes.view(count, BLOCK).long()] * scales.clone().view(torch.bfloat16).float()[:, None]
+    values: torch.Tensor = (
+        _LEVELS[codes.view(count, BLOCK).long()] * scales.clone().view(torch.bfloat16).float()[:, None]
+    )
     return values.flatten()[:n]
