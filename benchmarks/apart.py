@@ -1,18 +1,23 @@
 """Training apart beside synchronous training: held-out loss and bytes, at equal tokens.
 
     python benchmarks/apart.py data WORK                 # the text, cut for the workers, and a tokenizer of bytes
-    python benchmarks/apart.py warm WORK                 # 100 synchronous steps that all share
-    python benchmarks/apart.py synchronous WORK          # 600 on 4 ranks of data parallelism, gradients in fp32
-    python benchmarks/apart.py apart WORK --every 50 --dtype int8
-    FURTHER="--begin synchronous --steps 200 --learning-rate 5e-4"   # both, from what the above came to
-    python benchmarks/apart.py synchronous WORK --name further $FURTHER
-    python benchmarks/apart.py apart WORK --every 50 --dtype int8 --name further-int8-50 $FURTHER
+    python benchmarks/apart.py synchronous WORK --learning-rate 8e-3 [1.4e-2, 2.4e-2, each with a --name]
+    python benchmarks/apart.py apart WORK --learning-rate 2.4e-2 [1.4e-2, likewise]
     python benchmarks/apart.py table WORK [--json FILE]
 
+Both sides are tried at the same rates, and the table sets each run apart beside the best synchronous one: a comparison
+at one rate for both would favour whichever it suits. The older runs, from 100 synchronous steps that all share:
+
+    OLD="--size large --optimizer adamw --learning-rate 2e-3 --warmup 20"
+    python benchmarks/apart.py warm WORK $OLD
+    python benchmarks/apart.py synchronous WORK $OLD --begin warm --steps 600
+    python benchmarks/apart.py apart WORK $OLD --begin warm --steps 600 --every 50 --dtype int8 --outer-rate 0.7 \\
+        --outer-momentum 0.9
+
 Text: the Python sources of the standard library, every 25th file held out; each worker has a quarter of the rest. The
-model is a llama of 0.84 million parameters. Bytes of both are counted by the same means: each run has a network
-namespace of its own (`unshare -rn`, Linux), and what its loopback device has carried in the end is all that its
-processes said to each other, headers and handshakes included.
+model is a llama of 0.12 million parameters (large: 0.84). Bytes of both are counted by the same means: each run has a
+network namespace of its own (`unshare -rn`, Linux), and what its loopback device has carried in the end is all that
+its processes said to each other, headers and handshakes included.
 """
 
 from __future__ import annotations
@@ -29,12 +34,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-WORKERS, LENGTH, EACH, STEPS, WARM, RATE = 4, 256, 4, 600, 100, 2e-3
-CONFIG = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 260, "max_position_embeddings": LENGTH,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+WORKERS, EACH, STEPS, WARM, RATE = 4, 4, 1000, 100, 1.4e-2
+LENGTHS = {"small": 128, "large": 256}
+SIZES = {
+    "small": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2},  # 117,312 parameters
+    "large": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},  # 837,248
+}
+
+
+def config_of(size: str) -> dict[str, Any]:
+    """A llama over bytes."""
+    return SIZES[size] | {
+        "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 260,
+        "max_position_embeddings": LENGTHS[size], "tie_word_embeddings": True,
+    }  # fmt: skip
 
 
 def make_data(work: Path) -> None:
@@ -63,15 +76,15 @@ def make_data(work: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<pad>").save_pretrained(work / "bytes")
 
 
-def run_of(
-    work: Path, name: str, model: Any, data: str, steps: int, batch: int, rate: float = RATE, **more: Any
-) -> Path:
+def run_of(asked: Any, name: str, data: str, batch: int, **more: Any) -> Path:
     """A RUN.yaml (JSON is YAML)."""
+    work = asked.work
     run: dict[str, Any] = {
-        "model": model, "data": {"train": str(work / f"{data}.jsonl"), "eval": str(work / "held.jsonl"),
-                                 "sequence_length": LENGTH},
-        "train": {"steps": steps, "batch_size": batch, "micro_batch_size": EACH, "learning_rate": rate,
-                  "warmup": 20, "schedule": "cosine", "final_learning_rate": 0.1, "weight_decay": 0.1},
+        "model": model_of(asked), "data": {"train": str(work / f"{data}.jsonl"), "eval": str(work / "held.jsonl"),
+                                           "sequence_length": LENGTHS[asked.size]},
+        "train": {"steps": asked.steps, "batch_size": batch, "micro_batch_size": asked.each, "seed": asked.seed,
+                  "optimizer": asked.optimizer, "learning_rate": asked.learning_rate, "warmup": asked.warmup,
+                  "schedule": "cosine", "final_learning_rate": 0.1, "weight_decay": 0.1},
         "precision": "fp32", "device": "cpu", "parallel": {"zero": 0}, "checkpoint": {"every": None},
         "export": {"check": False}, "log": {"every": 10}, "output": str(work / name), "resume": "never", **more,
     }  # fmt: skip
@@ -135,17 +148,16 @@ def note(work: Path, name: str, values: dict[str, Any]) -> None:
     print(json.dumps(values))
 
 
-def model_of(work: Path, begin: str) -> Any:
+def model_of(asked: Any) -> Any:
     """What training starts from: an earlier run's model, or nothing."""
-    return {"config": CONFIG, "tokenizer": str(work / "bytes")} if begin == "scratch" else str(work / begin / "model")
+    if asked.begin == "scratch":
+        return {"config": config_of(asked.size), "tokenizer": str(asked.work / "bytes")}
+    return str(asked.work / asked.begin / "model")
 
 
 def synchronous(work: Path, asked: Any) -> None:
     """Four ranks, one batch."""
-    name = asked.name or "synchronous"
-    file = run_of(work, name, model_of(work, asked.begin), "all", asked.steps, asked.each * WORKERS,
-                  asked.learning_rate, ranks=WORKERS)  # fmt: skip
-    wait(start(file))
+    wait(start(run_of(asked, asked.name, "all", asked.each * WORKERS, ranks=WORKERS)))
     tell(asked, {})
 
 
@@ -162,15 +174,15 @@ def apart(work: Path, asked: Any) -> None:
     runs = []
     for worker in range(WORKERS):
         meet = {"meet": f"127.0.0.1:{found[1]}", "every": asked.every, "name": f"worker-{worker}"}
-        runs.append(start(run_of(
-            work, f"{asked.name}-{worker}", model_of(work, asked.begin), str(worker), asked.steps, asked.each,
-            asked.learning_rate, apart=meet,
-        )))  # fmt: skip
+        runs.append(start(run_of(asked, f"{asked.name}-{worker}", str(worker), asked.each, apart=meet)))
     wait(*runs)
     point.send_signal(signal.SIGINT)
     point.communicate()
     rounds = [json.loads(line) for line in (state / "rounds.jsonl").read_text().splitlines()]
-    tell(asked, {"every": asked.every, "dtype": asked.dtype, "rounds": len(rounds)})
+    tell(asked, {
+        "every": asked.every, "dtype": asked.dtype, "rounds": len(rounds), "outer_rate": asked.outer_rate,
+        "outer_momentum": asked.outer_momentum,
+    })  # fmt: skip
 
 
 def tell(asked: Any, more: dict[str, Any]) -> None:
@@ -185,22 +197,34 @@ def measured(work: Path, asked: Any) -> None:
     moved = alone([word for word in sys.argv[1:] if word != "--inside"])
     output = work / (asked.name if asked.what == "synchronous" else f"{asked.name}-0")
     more = json.loads((work / f"more-{asked.name}.json").read_text())
-    more |= {"bytes": moved, "loss": held_out(output), "tokens": asked.steps * WORKERS * asked.each * LENGTH}
-    more |= {"steps": asked.steps, "from": asked.begin}
+    more |= {"bytes": moved, "loss": held_out(output), "steps": asked.steps, "from": asked.begin}
+    more |= {"tokens": asked.steps * WORKERS * asked.each * LENGTHS[asked.size]}
+    same = ("size", "each", "optimizer", "learning_rate", "warmup", "seed")
+    more |= {name: getattr(asked, name) for name in same}
     note(work, asked.name, more | {"seconds": round(time.monotonic() - began)})
+
+
+def _task(one: dict[str, Any]) -> tuple[Any, ...]:
+    """What two runs must have in common to be compared; their rates are each one's own best."""
+    return tuple(one.get(name) for name in ("size", "from", "steps", "each", "seed"))
 
 
 def table(work: Path, target: Path | None) -> None:
     """Every result beside the synchronous one with the same beginning."""
     found = [json.loads(file.read_text()) for file in sorted(work.glob("result-*.json"))]
-    plain = {(one["from"], one["steps"]): one for one in found if "every" not in one}
-    lines = ["| run | from | meetings | on the wire | bytes | times fewer | held-out loss | against synchronous |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for one in sorted(found, key=lambda o: (o["from"], o["steps"], "every" in o, o.get("every", 0))):
-        beside = plain[one["from"], one["steps"]]
+    plain: dict[Any, dict[str, Any]] = {}
+    for one in sorted((one for one in found if "every" not in one), key=lambda o: -o["loss"]):
+        plain[_task(one)] = one  # the best one stays
+    lines = [
+        "| run | from | rate | meetings | on the wire | bytes | times fewer | held-out loss | against synchronous |"
+    ]
+    lines.append("|" + " --- |" * 9)
+    for one in sorted(found, key=lambda o: (str(_task(o)), "every" in o, o.get("every", 0), o["name"])):
+        beside = plain[_task(one)]
         meets = f"{one['rounds']}, every {one['every']} steps" if "every" in one else "every step"
         lines.append(
-            f"| {one['name']} | {one['from']} | {meets} | {one.get('dtype', 'fp32')} | {one['bytes'] / 1e6:,.1f} MB | "
+            f"| {one['name']} | {one['from']} | {one.get('learning_rate', '')} | {meets} | "
+            f"{one.get('dtype', 'fp32')} | {one['bytes'] / 1e6:,.1f} MB | "
             f"{beside['bytes'] / one['bytes']:.0f} | {one['loss']:.4f} | {one['loss'] / beside['loss'] - 1:+.2%} |"
         )
     print("\n".join(lines))
@@ -212,15 +236,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["data", "warm", "synchronous", "apart", "table", "up"])
     parser.add_argument("work", nargs="?", type=Path, default=Path("out/apart-benchmark"))
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--dtype", default="int2")
     parser.add_argument("--name")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--outer-rate", type=float, default=0.7)
-    parser.add_argument("--outer-momentum", type=float, default=0.9)
-    parser.add_argument("--begin", default="warm", help="the run whose model is the start, or scratch")
+    parser.add_argument("--outer-rate", type=float, default=0.9)
+    parser.add_argument("--outer-momentum", type=float, default=0.3)
+    parser.add_argument("--begin", default="scratch", help="the run whose model is the start, or scratch")
     parser.add_argument("--each", type=int, default=EACH, help="sequences of a worker's step")
     parser.add_argument("--learning-rate", type=float, default=RATE)
+    parser.add_argument("--optimizer", default="muon", help="the inner one, and the synchronous run's")
+    parser.add_argument("--warmup", type=int, default=50)
+    parser.add_argument("--size", choices=list(SIZES), default="small")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
@@ -230,9 +258,8 @@ def main() -> None:
         case "data":
             make_data(asked.work)
         case "warm":
-            wait(
-                start(run_of(asked.work, "warm", model_of(asked.work, "scratch"), "all", WARM, EACH * WORKERS, ranks=2))
-            )
+            asked.steps, asked.begin = WARM, "scratch"
+            wait(start(run_of(asked, "warm", "all", asked.each * WORKERS, ranks=2)))
         case "up":
             loopback_up()
         case "table":

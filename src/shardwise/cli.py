@@ -512,7 +512,7 @@ def meet(
     rate: Annotated[float | None, typer.Option(help="Its learning rate.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
     weight: Annotated[str | None, typer.Option(help="How workers count in the mean: equal or tokens.")] = None,
-    dtype: Annotated[str, typer.Option(help="On the wire, both ways: fp32, bf16, int8 or int4.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="On the wire, both ways: fp32, bf16, int8, int4 or int2.")] = "fp32",
     wait: Annotated[str, typer.Option(help="How long a round waits for the others after the first came.")] = "60s",
     least: Annotated[int, typer.Option(min=1, help="Workers without which no round ends.")] = 1,
     token_env: Annotated[

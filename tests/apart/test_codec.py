@@ -15,11 +15,11 @@ def test_there_and_back(dtype: codec.Dtype) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     body = encode(values, dtype)
     assert len(body) <= most_bytes(dtype, 1000)
-    bound = {"fp32": 0.0, "bf16": 0.005, "int8": 0.01, "int4": 0.3}[dtype]
+    bound = {"fp32": 0.0, "bf16": 0.005, "int8": 0.01, "int4": 0.3, "int2": 0.36}[dtype]
     assert (decode(body, dtype, 1000) - values).norm() <= bound * values.norm()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "int2"])
 def test_what_rounding_lost_is_sent_later(dtype: codec.Dtype) -> None:
     values = torch.randn(512, generator=torch.Generator().manual_seed(1))
     lost, sent = torch.zeros(512), torch.zeros(512)

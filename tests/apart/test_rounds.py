@@ -134,7 +134,7 @@ def test_others_are_refused(tmp_path: Path) -> None:
         assert join(rounds, "x")["state"] == "go" and rounds.status()["workers"] == ["x"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4", "int2"])
 def test_going_on_after_a_kill_changes_nothing(tmp_path: Path, dtype: Any) -> None:
     """Momentum, what rounding lost and members are all there; the same differences give the same bits."""
     rule = replace(METHODS["diloco"], dtype=dtype, wait=30.0)

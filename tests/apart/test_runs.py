@@ -33,6 +33,8 @@ def test_one_worker_is_ordinary_training(tmp_path: Path) -> None:
     plain = tiny_run(tmp_path, output=str(tmp_path / "plain"), train__steps=6, train__batch_size=4)
     with meeting_point(tmp_path / "meet", "--method", "fedavg") as point:
         train_all([plain, worker_run(tmp_path, point, "one", 2, train__steps=6, train__batch_size=4)])
+        with pytest.raises(Exception, match=r"is at round 3, where a run of 6 steps has ended(.|\n)*--state"):
+            train_all([worker_run(tmp_path, point, "anew", 2, train__steps=6, train__batch_size=4)])
     ours, theirs = model_of(tmp_path / "one"), model_of(tmp_path / "plain")
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-7)

@@ -15,13 +15,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from shardwise.apart import two_bits
 from shardwise.kernels.quantize import Bits, dequantize_into, packed_bytes, quantize
 
 PART = 1 << 22  # elements: 16 MiB in fp32
 HEADER = 1 << 10  # bytes of safetensors' own, at most
 KEY = "values"
 
-Dtype = Literal["fp32", "bf16", "int8", "int4"]
+Dtype = Literal["fp32", "bf16", "int8", "int4", "int2"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
@@ -88,6 +89,8 @@ class Plan:
 
 def encode(values: torch.Tensor, dtype: Dtype, error: torch.Tensor | None = None) -> bytes:
     """A vector of fp32 as a body; `error` is added to it and then holds what rounding lost."""
+    if dtype == "int2":
+        return bytes(save({KEY: two_bits.pack(values, error)}))
     if bits := _BITS.get(dtype):
         return bytes(save({KEY: quantize(values.contiguous(), bits, error=error)}))
     if dtype == "fp32":
@@ -105,12 +108,13 @@ def decode(body: bytes, dtype: Dtype, size: int) -> torch.Tensor:
         found = load(body)
     except (SafetensorError, ValueError) as error:
         raise BadPart(f"is no safetensors body ({str(error)[:80]})") from None
-    bits = _BITS.get(dtype)
-    shape = (packed_bytes(size, bits),) if bits else (size,)
-    kind = torch.uint8 if bits else _FLOATS[dtype]
+    shape = (_length(dtype, size),)
+    kind = _FLOATS.get(dtype, torch.uint8)
     if set(found) != {KEY} or tuple(found[KEY].shape) != shape or found[KEY].dtype != kind:
         raise BadPart(f"is not the {shape[0]} {str(kind).removeprefix('torch.')} values that were agreed on")
-    if bits:
+    if dtype == "int2":
+        values = two_bits.unpack(found[KEY], size)
+    elif bits := _BITS.get(dtype):
         values = torch.empty(size)
         dequantize_into(values, found[KEY], bits)
     else:
@@ -122,7 +126,14 @@ def decode(body: bytes, dtype: Dtype, size: int) -> torch.Tensor:
 
 def most_bytes(dtype: Dtype, size: int) -> int:
     """The longest body of a part."""
-    return HEADER + (packed_bytes(size, _BITS[dtype]) if dtype in _BITS else size * _FLOATS[dtype].itemsize)
+    return HEADER + _length(dtype, size) * _FLOATS.get(dtype, torch.uint8).itemsize
+
+
+def _length(dtype: Dtype, size: int) -> int:
+    """Elements of a body's tensor: bytes, where values are packed."""
+    if dtype == "int2":
+        return two_bits.packed_bytes(size)
+    return packed_bytes(size, _BITS[dtype]) if dtype in _BITS else size
 
 
 class Cutter:

@@ -116,6 +116,11 @@ class Meeting(Alone):
         self._round = int(answer["round"])
         position, before = self._position, self._position.step
         own = answer["same"] or answer["own"]
+        if not answer["same"] and "round" not in position.apart and self._round * self._settings.every >= self._total:
+            # It has never met anyone, and would end at once with a model that it had no part in.
+            problem = f"is at round {self._round}, where a run of {self._total} steps has ended: others trained there"
+            remedy = "for a new run give the meeting point a new folder (shardwise meet --state FOLDER)"
+            raise UserError("apart.meet", self._settings.meet, problem, remedy)
         if answer["same"]:
             self._anchor = dict(self._trained.local())
         else:
