@@ -50,7 +50,7 @@ WEAKENED = [
 ]
 
 
-@pytest.mark.parametrize(("tried", "module", "name", "weak"), WEAKENED, ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize(("tried", "module", "name", "weak"), WEAKENED, ids=[w[0] for w in WEAKENED])
 def test_without_its_protection_it_gets_through(
     place: Ground, tried: str, module: str, name: str, weak: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
