@@ -30,6 +30,7 @@ NOT_RUN = {
     "pip ": "the package index",
     "apt-get ": "Debian's archive",
     "export OPENAI_API_KEY": "a secret",
+    "export SHARDWISE_MEETING_TOKEN": "a secret",
     "pre-commit ": "changes the clone",
     "torchrun --nnodes 2": "two hosts; tests/launch runs a rank of torchrun's",
     "shardwise node ": "two hosts; tests/launch/test_three_hosts.py has them",
