@@ -12,6 +12,7 @@ It is written under a hidden name and renamed when every rank is done, so a cras
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 import threading
@@ -42,6 +43,8 @@ from shardwise.checkpoint.safe import SafeReader, global_in
 from shardwise.errors import RunFailed, UserError
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
+# It makes two records for each tensor, which nobody reads, a third of what a save costs the host besides the bytes.
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 
 def set_aside(output: Path) -> None:
@@ -84,6 +87,7 @@ class CheckpointStore:
         self.is_main = dist.get_rank(group) == 0
         self._worker: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._model: dict[Path, bytes] | None = None
         if self.is_main:
             root.mkdir(parents=True, exist_ok=True)
             for left_over in root.glob(".step-*"):
@@ -107,7 +111,7 @@ class CheckpointStore:
             (partial / MODEL).mkdir(parents=True)
             (partial / TRAINER).write_text(json.dumps(trainer, indent=1))
             (partial / RUN).write_text(run_json)
-            write_model(partial / MODEL)
+            self._write_model(partial / MODEL, write_model)
         dist.barrier(group=self.group)
         whole, rows = split_rows(detached(tensors))
         kind = BoundedWriter if rows else FileSystemWriter
@@ -124,6 +128,16 @@ class CheckpointStore:
         self._worker.start()
         if not self.background:
             self.wait()
+
+    def _write_model(self, folder: Path, write: Callable[[Path], None]) -> None:
+        """A tokenizer takes long to write while all ranks wait, and does not change: later ones as the first was."""
+        if self._model is None:
+            write(folder)
+            self._model = {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+            return
+        for name, content in self._model.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
 
     def raise_if_failed(self) -> None:
         """Raises at once if the save in the background has failed, rather than at the next one; never waits."""
