@@ -4,6 +4,9 @@ When a rank has waited in a collective for longer than the run's timeout, it rai
 ranks. Every watchdog that hears of it leaves there what its rank is doing; the one that raised it hears them, names
 those that are late (verdict.py) and ends its rank, and so do the others. A rank that leaves nothing does not answer.
 The collectives' own timeout is a little longer (LATER): the watchdog is to speak first.
+
+Ranks that save may wait for each other as long as a slow disk takes. A watchdog whose rank has waited there for longer
+than the timeout asks who is there: all is well if every rank answers and none has stood still in computing.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Watchdog:
         self._over = threading.Event()
         # Their members may wait for a slow disk or network while training goes on.
         self._patient = {group.group_name for group in (world.checkpoint, world.copies) if group is not None}
+        self._seen, self._since = ("", 0), time.monotonic()  # what this rank does, and since when
+        self._calls, self._answered, self._next_call = 0, 0, 0.0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -71,7 +76,8 @@ class Watchdog:
     def _run(self) -> None:
         while not self._over.wait(EVERY):
             try:
-                if self._heard() or (self._overdue() and self._raise_alarm()):
+                self._answer()
+                if self._heard() or ((self._overdue() or self._forsaken()) and self._raise_alarm()):
                     return
             except Exception as error:  # the meeting point is gone: so is what could be learnt from the others
                 if self._over.is_set():
@@ -82,6 +88,39 @@ class Watchdog:
 
     def _overdue(self) -> bool:
         return any(w.seconds > self._timeout and w.group not in self._patient for w in under_way())
+
+    def _answer(self) -> None:
+        """Says to those who ask that this rank is there, what it does, and for how long."""
+        now = (self._status.doing, self._status.step)
+        if now != self._seen:
+            self._seen, self._since = now, time.monotonic()
+        if not self._store.check(["calls"]):
+            return
+        calls = self._store.get("calls").decode().split()
+        for call in calls[self._answered :]:
+            still = round(time.monotonic() - self._since, 1)
+            self._store.set(f"here/{call}/{self._world.rank}", f"{still}\t{self._status.doing}")
+        self._answered = len(calls)
+
+    def _forsaken(self) -> bool:
+        """Whether a wait for a checkpoint, which may be long, is for a rank that is not there or stands elsewhere."""
+        waits = any(w.seconds > self._timeout and w.group in self._patient for w in under_way())
+        if not waits or time.monotonic() < self._next_call:
+            return False
+        self._calls += 1
+        call = f"{self._world.rank}-{self._calls}"
+        self._store.append("calls", f"{call} ")
+        missing, limit = set(range(self._world.size)), time.monotonic() + 2 * ANSWER
+        while missing and time.monotonic() < limit and not self._over.is_set():
+            self._answer()
+            for rank in [r for r in missing if self._store.check([f"here/{call}/{r}"])]:
+                still, _, doing = self._store.get(f"here/{call}/{rank}").decode().partition("\t")
+                if doing == "computing" and float(still) > self._timeout:
+                    return True
+                missing.remove(rank)
+            time.sleep(0.1)
+        self._next_call = time.monotonic() + self._timeout
+        return bool(missing) and not self._over.is_set()
 
     def _look(self) -> Scene:
         return look(self._world.rank, self._status.step, self._status.doing, self._model)
