@@ -111,3 +111,18 @@ def test_mistakes(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixtu
 def test_help_has_examples() -> None:
     code, out, _ = cli.command("meet", "--help")
     assert code == 0 and "Examples" in out and "--method fedavg" in out
+
+
+def test_a_folder_is_one_meeting_point_s(tmp_path: Path) -> None:
+    """Two in one folder would write over each other's rounds."""
+    from shardwise.apart.command import _only_one
+    from shardwise.errors import UserError
+
+    held = _only_one(tmp_path / "meet")
+    with pytest.raises(UserError, match="another meeting point is using this folder"):
+        _only_one(tmp_path / "meet")
+    held.release()
+    _only_one(tmp_path / "meet").release()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        _only_one(tmp_path / "file")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from support import cli
 from support.tiny import tiny_run
+
+from shardwise.train.profiling import Profiling
 
 
 def test_two_steps_under_the_profiler(tmp_path: Path) -> None:
@@ -32,3 +36,11 @@ def test_a_step_that_is_none(tmp_path: Path) -> None:
     file = cli.write_run(tmp_path, tiny_run(tmp_path))
     code, _, err = cli.train(file, "--profile", "soon")
     assert code == 2 and "log.profile" in err and "Traceback" not in err
+
+
+def test_a_step_that_never_comes(tmp_path: Path) -> None:
+    run = SimpleNamespace(log=SimpleNamespace(profile=(2, 99)), train=SimpleNamespace(steps=4))
+    job: Any = SimpleNamespace(run=run, output=tmp_path)
+    profiling = Profiling(job, None)  # type: ignore[arg-type]
+    assert profiling.told() == ["not profiled, since the run ends after 4 steps: 99 (log.profile)"]
+    assert profiling.told() == []

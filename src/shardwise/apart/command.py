@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from shardwise.errors import RunFailed, UserError
 from shardwise.serve.command import bind, find_key, is_loopback
 
@@ -46,6 +48,7 @@ def meet(options: Options) -> None:
         problem = "would let anyone on the network change the model"
         remedy = "set a token (--token-env NAME), or pass --open if that is what you want"
         raise UserError("--host", options.host, problem, remedy)
+    lock = _only_one(options.state.expanduser())
     listener = bind(options.host, options.port)
     try:
         ledger = Ledger(options.state.expanduser())
@@ -57,9 +60,27 @@ def meet(options: Options) -> None:
     server = MeetServer(listener, rounds, token)
     print(banner(options, listener), flush=True)
     _serve(server)
+    lock.release()
     if rounds.failure is not None:
         raise RunFailed(f"the round could not be ended ({type(rounds.failure).__name__}: {rounds.failure})\n"
                         "  → the same command goes on at the last whole round") from rounds.failure  # fmt: skip
+
+
+def _only_one(folder: Path) -> FileLock:
+    """Two meeting points in one folder would write over each other's rounds: the second is refused."""
+    lock = FileLock(folder / ".lock", timeout=0, thread_local=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        remedy = "wait for it to end, or name another folder"
+        raise UserError("--state", str(folder), "another meeting point is using this folder", remedy) from None
+    except FileExistsError:
+        raise UserError("--state", str(folder), "is a file", "name a folder") from None
+    except OSError as error:
+        problem = f"cannot be used ({error})"
+        raise UserError("--state", str(folder), problem, "name another folder, or mend this one") from None
+    return lock
 
 
 def _serve(server: Any) -> None:

@@ -148,12 +148,16 @@ def forget_copies(output: Path, host: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def freed(output: Path, host: str | None = None) -> Iterator[None]:
-    """Around a run on this host: whatever it ends with, its copies do not stay in memory."""
+def freed(output: Path, kept_after: type[BaseException]) -> Iterator[None]:
+    """Around a run on this host: its copies stay in memory only where the same command would go on from them."""
     try:
         yield
-    finally:
-        forget_copies(output, host)
+    except kept_after:
+        raise
+    except BaseException:
+        forget_copies(output)
+        raise
+    forget_copies(output)
 
 
 def remove(folder: Path) -> None:

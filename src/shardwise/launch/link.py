@@ -16,6 +16,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -169,8 +170,9 @@ def free_port() -> int:
 class Keeper:
     """Serves the book of a meeting until it is closed."""
 
-    def __init__(self, place: Place, meeting: Meeting) -> None:
+    def __init__(self, place: Place, meeting: Meeting, tell: Callable[[str], None] = lambda _: None) -> None:
         self.meeting, self._place, self._lock = meeting, place, threading.Lock()
+        self._tell, self._refused = tell, set[str]()
         keeper = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -200,6 +202,10 @@ class Keeper:
         said = _object(_line(connection, LONGEST, deadline))
         numbers, words = (ours, str(said["number"])), str(said["words"])
         if not tokens.same(said["proof"], tokens.proof(token, "host", numbers, words.encode())):
+            if address not in self._refused:
+                self._refused.add(address)
+                why = "without this run's token" if token is not None else "with a token, and this host has none"
+                self._tell(f"a host at {address} came {why}, and was refused")
             _send(connection, {"refused": NO_TOKEN if token is not None else "the others have no token"}, deadline)
             return
         answer = json.dumps(self._reply(_object(words.encode()), address))
@@ -257,11 +263,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._free.release()
 
 
-def lead(place: Place, meeting: Meeting) -> Keeper | None:
+def lead(place: Place, meeting: Meeting, tell: Callable[[str], None] = lambda _: None) -> Keeper | None:
     """Keeps the book if the place is on this host and nobody else here does."""
     if not place.is_here():
         return None
     try:
-        return Keeper(place, meeting)
+        return Keeper(place, meeting, tell)
     except OSError:
         return None

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def launch(job: Job) -> None:
     for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*"), *logs.glob(FAILURE)):
         earlier.unlink()
     restarts = Restarts(job)
-    with freed(job.output), _Signals() as signals, _kept(logs / FAILURE):
+    with freed(job.output, kept_after=Lost), _Signals() as signals, _kept(logs / FAILURE):
         for number in itertools.count(1):
             try:
                 return _attempt(job, signals)
@@ -56,7 +57,9 @@ def launch(job: Job) -> None:
                 if signals.received:
                     raise
                 job, told = restarts.after(failure)
-                told = told.replace(f"{logs / 'rank-'}", f"{logs / f'start-{number}' / 'rank-'}")  # see _keep_logs
+                for name in ("rank-", STACKS):  # see _keep_logs
+                    told = told.replace(f"{logs / name}", f"{logs / f'start-{number}' / name}")
+                told = re.sub(r": kill -CONT \d+ lets it go on", "", told)  # it was ended with the others
                 print(f"\n{told}", file=sys.stderr, flush=True)
                 _keep_logs(logs, number)
             finally:
@@ -221,9 +224,13 @@ def _guess(number: int) -> str:
 
 
 def _how_to_go_on(job: Job) -> str:
-    from shardwise.checkpoint.folders import list_checkpoints
+    from shardwise.checkpoint.folders import list_checkpoints, newest_step
+    from shardwise.checkpoint.host_copies import newest_copy
 
-    found = list_checkpoints(job.output / "checkpoints")
+    root, copied = job.output / "checkpoints", newest_copy(job.output)
+    found = list_checkpoints(root)
+    if copied > newest_step(root):
+        return f"the same command goes on from the copy of step {copied} in memory, while this host is up"
     if not found:
         return "no checkpoint was written yet: the same command starts afresh"
     return f"the same command goes on from {found[-1].name}"

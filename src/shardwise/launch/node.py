@@ -147,7 +147,7 @@ class Node:
             return self._obey(answer)
         place, gone = self._settings.place, now - self._reached
         if self._keeper is None and self._group is None:
-            self._keeper = lead(place, Meeting(rules, self._report.host))
+            self._keeper = lead(place, Meeting(rules, self._report.host), self._say)
             if self._keeper is not None:
                 self._say(f"hosts meet here: {place.host}:{place.port}")
                 if place.token is None and not place.is_loopback():

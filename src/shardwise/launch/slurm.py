@@ -62,7 +62,8 @@ class Slurm:
         }  # fmt: skip
         for name, value in options.items():
             if isinstance(value, str) and any(letter.isspace() for letter in value):
-                raise UserError(f"--{name}", value, "Slurm takes no blanks there", "leave them out")
+                ours = {"job-name": "name", "mem": "memory", "output": "output"}.get(name, name)
+                raise UserError(f"--{ours}", value, "Slurm takes no blanks there", "leave them out")
         head = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
         head += ["#SBATCH --requeue"]
         head += ["#SBATCH --no-kill"] * (hosts.least < hosts.most)  # the others go on without a node that failed

@@ -93,7 +93,8 @@ def parse_env(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
         if not _NAME.fullmatch(name):
             raise UserError("--env", one, "is no variable", "write NAME=VALUE, or NAME to pass it on")
         if not equals and name not in os.environ:
-            raise UserError("--env", one, "is not set here", f"set it, or write {name}=VALUE")
+            problem, remedy = "is not set here", f"set it here, or write {name}=VALUE where the value is no secret"
+            raise UserError("--env", one, problem, remedy)
         if equals:
             values[name] = value
         else:

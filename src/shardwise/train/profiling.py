@@ -29,7 +29,10 @@ class Profiling:
     def __init__(self, job: Job, world: World) -> None:
         self._job, self._world, self._steps = job, world, frozenset(job.run.log.profile)
         self._folder, self._active = job.output / "profile", False
-        self._told: list[str] = []
+        total = job.run.train.steps
+        late = sorted(step for step in self._steps if total is not None and step > total)
+        steps = ", ".join(map(str, late))
+        self._told = [f"not profiled, since the run ends after {total} steps: {steps} (log.profile)"] if late else []
 
     @contextmanager
     def step(self, number: int, tokens: int) -> Iterator[None]:
