@@ -4,8 +4,8 @@
 
 Every run must end with the model of an undisturbed run, to the bit (where a step's data were left out on purpose: with
 a model and a record of what was left out), or with a message; and none may take longer than its limit. A run that ended
-with a message is started again by the same command, as a user would. Links are cut between two hosts, network
-namespaces with an agent each (`shardwise node`), and mended after some seconds.
+with a message is started again by the same command, or the one that the message offers, as a user would. Links are cut
+between two hosts, network namespaces with an agent each (`shardwise node`), and mended after some seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -128,9 +129,9 @@ def _one(folder: Path, number: int, plan: list[tuple[int, str]], reference: Path
     trial, begun = _trial(folder, f"trial-{number}", **CHANGES.get(plan[0][1], {})), time.monotonic()
     if plan[0][1] in SETUPS:
         SETUPS[plan[0][1]](trial, plan[0][0])
-    pending, words, outcome = list(plan), list[str](), ""
+    pending, words, outcome, offered = list(plan), list[str](), "", list[str]()
     for _ in range(STARTS):
-        process, limit = cli.start(trial.file, env=trial.env), time.monotonic() + LIMIT
+        process, limit = cli.start(trial.file, *offered, env=trial.env), time.monotonic() + LIMIT
         while process.poll() is None and time.monotonic() < limit:
             if pending and cli.steps_done(trial.output) >= pending[0][0]:
                 _, kind = pending.pop(0)
@@ -152,6 +153,7 @@ def _one(folder: Path, number: int, plan: list[tuple[int, str]], reference: Path
         if process.returncode not in (1, 2, 143, -9) or (process.returncode in (1, 2) and "error: " not in err):
             outcome = f"BAD: code {process.returncode} without a message"
             break
+        offered = re.findall(r"to go on from it: (resume=\S+)\)", err)[:1]  # a new command on a damaged checkpoint
         for kind in {kind for _, kind in plan} & set(MENDED):
             MENDED[kind](trial)
     else:
