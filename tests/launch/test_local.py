@@ -114,7 +114,7 @@ def test_the_second_ctrl_c_ends_at_once(folder: Path, start: Start) -> None:
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out, err = cli.finish(process)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10, "the step itself would not end"
     assert code == 130 and cli.all_gone(ranks), err
     assert "this step or the next, and saving; Ctrl-C again ends at once" in err
     assert "ended at once" in err and "the same command starts afresh" in err
