@@ -12,12 +12,13 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib.parse import unquote
 
 from shardwise.apart.codec import PART, Plan, most_bytes
 from shardwise.apart.rounds import Refused, Rounds
+from shardwise.bounded_threads import BoundedThreads
 
 WORKER, LONGEST_NAME = "X-Shardwise-Worker", 200
 JSON_LIMIT = 16 << 20  # bytes: names and shapes of some hundred thousand tensors
@@ -27,31 +28,15 @@ STRANGER = 15.0  # seconds for a connection to show that it is a worker's, howev
 CONNECTIONS = 512
 
 
-class MeetServer(ThreadingHTTPServer):
+class MeetServer(BoundedThreads, HTTPServer):
     """Listens for workers."""
 
-    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, listener: socket.socket, rounds: Rounds, token: str | None) -> None:
-        super().__init__(listener.getsockname()[:2], Handler, bind_and_activate=False)
+        super().__init__(listener.getsockname()[:2], Handler, bind_and_activate=False, connections=CONNECTIONS)
         self.socket.close()
         self.socket, self.rounds, self.token = listener, rounds, token
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """One thread per connection, up to a number."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread of a connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A guest that leaves in the middle is no matter; a bug of ours keeps its traceback."""

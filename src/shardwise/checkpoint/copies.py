@@ -17,7 +17,6 @@ import math
 import os
 import shutil
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +25,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed._state_dict_utils import _create_cpu_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import host_copies
@@ -37,9 +34,8 @@ from shardwise.checkpoint.exchange import Transfer, fetches, move, reserve, ring
 from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.host_copies import GENERATIONS, Found, Life
 from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_manifest, write_manifest
-from shardwise.checkpoint.rows import BoundedWriter, SaveRows, split_rows
 from shardwise.checkpoint.safe import SafeReader
-from shardwise.checkpoint.store import RUN, STATE, TRAINER, detached, failure_words
+from shardwise.checkpoint.store import RUN, STATE, TRAINER, begin_writing, failure_words
 from shardwise.config.units import Every
 from shardwise.errors import RunFailed
 
@@ -214,25 +210,19 @@ class Copies:
             return
         partial = self.folder / f".{host_copies.copy_name(step, len(self._life.began))}"
         (partial / STATE).mkdir(parents=True, exist_ok=True)
-        whole, rows = split_rows(detached(tensors))
-        writer = (BoundedWriter if rows else FileSystemWriter)(
-            partial / STATE, single_file_per_rank=True, sync_files=False
-        )
         try:
-            if rows:
-                save(whole, storage_writer=writer, planner=SaveRows(rows), process_group=self._group)
-                future: Any = Future()
-                future.set_result(None)
-            else:
-                if self._stager.state_dict_cache is None:  # not pinned: that would be rounded up to powers of two
-                    self._stager.state_dict_cache = _create_cpu_state_dict(whole)
-                future = async_save(whole, storage_writer=writer, process_group=self._group, async_stager=self._stager)
+            future = begin_writing(tensors, partial / STATE, self._group, durable=False, stager=self._stager_for)
         except BaseException as failure:  # as all ranks do
             self._failure = failure
             return
         small = {TRAINER: json.dumps(trainer, indent=1).encode(), RUN: run_json.encode()}
         self._worker = threading.Thread(target=self._finish, args=(partial, future, small), daemon=True)
         self._worker.start()
+
+    def _stager_for(self, whole: dict[str, Any]) -> BlockingAsyncStager:
+        if self._stager.state_dict_cache is None:  # not pinned: that would be rounded up to powers of two
+            self._stager.state_dict_cache = _create_cpu_state_dict(whole)
+        return self._stager
 
     def _finish(self, partial: Path, future: Any, small: dict[str, bytes]) -> None:
         try:

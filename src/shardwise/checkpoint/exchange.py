@@ -29,9 +29,7 @@ class Transfer:
 
 def ring(hosts: Sequence[str]) -> dict[int, int]:
     """For each rank, by its host: the rank of the next host that keeps its copy; empty where there is one host."""
-    members: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        members.setdefault(host, []).append(rank)
+    members = _members(hosts)
     if len(members) == 1:
         return {}
     order = list(members)
@@ -47,9 +45,7 @@ def fetches(
     wanted: Sequence[Iterable[str]], hosts: Sequence[str], holders: dict[str, list[str]], sizes: dict[str, int]
 ) -> list[Transfer]:
     """What must be moved for every host to have the files that its ranks want; the work is spread over ranks."""
-    members: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        members.setdefault(host, []).append(rank)
+    members = _members(hosts)
     found: list[Transfer] = []
     for host, ranks in members.items():
         missing = {name for rank in ranks for name in wanted[rank] if host not in holders[name]}
@@ -58,6 +54,14 @@ def fetches(
             number = len(found)
             found.append(Transfer(sources[number % len(sources)], ranks[number % len(ranks)], name, sizes[name]))
     return found
+
+
+def _members(hosts: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks of each host, in order."""
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    return members
 
 
 def reserve(folder: Path, transfers: Iterable[Transfer], rank: int) -> None:

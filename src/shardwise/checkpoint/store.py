@@ -113,15 +113,7 @@ class CheckpointStore:
             (partial / RUN).write_text(run_json)
             self._write_model(partial / MODEL, write_model)
         dist.barrier(group=self.group)
-        whole, rows = split_rows(detached(tensors))
-        kind = BoundedWriter if rows else FileSystemWriter
-        writer = kind(partial / STATE, single_file_per_rank=True, sync_files=True)
-        if rows:  # copying what was offloaded, to write it later, would take the memory it was offloaded from
-            save(whole, storage_writer=writer, planner=SaveRows(rows), process_group=self.group)
-            future: Any = Future()
-            future.set_result(None)
-        else:
-            future = async_save(whole, storage_writer=writer, process_group=self.group)
+        future = begin_writing(tensors, partial / STATE, self.group, durable=True)
         self._worker = threading.Thread(
             target=self._finish, args=(step, partial, future, best_step), name=f"checkpoint-{step}", daemon=True
         )
@@ -188,8 +180,27 @@ class CheckpointStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def detached(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same values, without their history."""
+def begin_writing(
+    tensors: dict[str, Any],
+    folder: Path,
+    group: dist.ProcessGroup,
+    durable: bool,
+    stager: Callable[[dict[str, Any]], Any] = lambda _: None,
+) -> Any:
+    """Copies tensors (by PyTorch's own stager, unless given one) and returns a future of their being written."""
+    whole, rows = split_rows(_detached(tensors))
+    kind = BoundedWriter if rows else FileSystemWriter
+    writer = kind(folder, single_file_per_rank=True, sync_files=durable)
+    if not rows:
+        return async_save(whole, storage_writer=writer, process_group=group, async_stager=stager(whole))
+    # Copying what was offloaded, to write it later, would take the memory it was offloaded from.
+    save(whole, storage_writer=writer, planner=SaveRows(rows), process_group=group)
+    future: Any = Future()
+    future.set_result(None)
+    return future
+
+
+def _detached(tensors: dict[str, Any]) -> dict[str, Any]:
     return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
 
 
@@ -253,7 +264,7 @@ def load_tensors(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
-            whole, rows = split_rows(detached(tensors))
+            whole, rows = split_rows(_detached(tensors))
             load(whole, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0] if error.failures else error

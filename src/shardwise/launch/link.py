@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shardwise.bounded_threads import BoundedThreads
 from shardwise.config.apart import split_address
 from shardwise.errors import UserError
 from shardwise.launch import token as tokens
@@ -184,7 +185,7 @@ class Keeper:
         everywhere = "::" if ":" in place.host else ""
         where = place.host if place.is_loopback() else everywhere
         server = _Server((where, place.port), Handler, bind_and_activate=False)
-        server.allow_reuse_address, server.daemon_threads = True, True
+        server.allow_reuse_address = True
         try:
             server.server_bind()
             server.server_activate()
@@ -242,25 +243,10 @@ class Keeper:
         self._server.server_close()
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """A thread for each connection, up to a number."""
-
+class _Server(BoundedThreads, socketserver.TCPServer):
     def __init__(self, address: tuple[str, int], *args: Any, **kwargs: Any) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, *args, **kwargs)
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+        super().__init__(address, *args, connections=CONNECTIONS, **kwargs)
 
 
 def lead(place: Place, meeting: Meeting, tell: Callable[[str], None] = lambda _: None) -> Keeper | None:

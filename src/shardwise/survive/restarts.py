@@ -40,9 +40,9 @@ class Restarts:
     def after(self, failure: Lost) -> tuple[Job, str]:
         """The job to start next and what to tell of it; raises the failure where there is to be no other start."""
         put_aside = aside(self._root)
-        newest, won = self._newest(), (self._newest(), newest_copy(self._job.output))
-        if won != self._known:
-            self._known, self._spent = won, 0
+        newest, copy = self._newest(), newest_copy(self._job.output)
+        if (newest, copy) != self._known:
+            self._known, self._spent = (newest, copy), 0
         counted = not isinstance(failure, Wrong)
         if counted and self._spent >= self._most:
             if self._most:
@@ -50,7 +50,6 @@ class Restarts:
             raise failure
         self._spent += counted
         job, place = self._job, "the beginning"
-        copy = newest_copy(job.output)
         if copy > newest_step(self._root) and counted:
             job = replace(job, run=job.run.model_copy(update={"resume": "auto"}))
             place = f"the copy of step {copy} in memory"
