@@ -1,8 +1,9 @@
 """One step over a very long sequence on one GPU: LoRA over Llama 8B in fp8, its inputs on the host.
 
-    python benchmarks/long_context.py OUT.json TOKENS [LAYERS] [GROUP] [ON_HOST]
+    python benchmarks/long_context.py OUT.json TOKENS [LAYERS] [GROUP] [ON_HOST] [--keep-attention]
 
-The inputs of the first ON_HOST blocks are sent to the host, all of them unless told.
+The inputs of the first ON_HOST blocks are sent to the host, all of them unless told; with --keep-attention so is what
+their attention made, which is not computed again then (needs all LAYERS).
 With fewer LAYERS than the model's 32, memory is taken for what the others would hold, on the device (their weights,
 and of a group of GROUP recomputed blocks as many inputs as LAYERS lack) and on the host (the inputs that are kept), so
 that what fits is what would fit whole. Prints seconds, peaks, and bytes per token; the parts of the step as they pass.
@@ -24,9 +25,10 @@ LLAMA = {"model_type": "llama", "max_position_embeddings": 1 << 21, "vocab_size"
          "tie_word_embeddings": False}  # fmt: skip
 
 
-def settings(tokens: int, layers: int, group: int, on_host: int) -> dict[str, Any]:
+def settings(tokens: int, layers: int, group: int, on_host: int, keep: bool) -> dict[str, Any]:
     more: dict[str, Any] = {} if group == 1 else {"recompute_group": group}
     return more | {
+        "recompute_attention": not keep,
         "model": {"config": LLAMA | {"num_hidden_layers": layers}, "tokenizer": "none"},
         "data": {"train": "none", "sequence_length": tokens}, "objective": "causal", "precision": "bf16",
         "device": "cuda", "ranks": 1, "backend": "gloo", "compile": True, "tile": 16384, "recompute": "full",
@@ -38,7 +40,8 @@ def settings(tokens: int, layers: int, group: int, on_host: int) -> dict[str, An
 
 
 def main() -> None:
-    words = sys.argv[2:]
+    keep = "--keep-attention" in sys.argv
+    words = [word for word in sys.argv[2:] if word != "--keep-attention"]
     if not 1 <= len(words) <= 4 or not all(word.isdigit() for word in words):
         raise SystemExit(__doc__)
     given = [int(word) for word in words]
@@ -64,7 +67,7 @@ def main() -> None:
 
     one, groups = tokens * WIDTH * 2, -(-LAYERS // group)
     beside: list[Any] = []
-    if layers < LAYERS:
+    if layers < LAYERS and not keep:
         missing = (LAYERS - layers) * BLOCK + max(0, group - layers) * one
         beside.append(torch.empty(missing, dtype=torch.uint8, device="cuda"))
         kept = groups * one - -(-layers // group) * one
@@ -73,7 +76,7 @@ def main() -> None:
             raise SystemExit(f"the host has {free / 2**30:.0f} GiB free, of which inputs would take {kept / 2**30:.0f}")
         beside.append(torch.ones(kept, dtype=torch.uint8))
         say(f"{missing / 2**30:.1f} GiB taken on the device and {kept / 2**30:.1f} on the host for other layers")
-    run = Run.model_validate(settings(tokens, layers, group, on_host))
+    run = Run.model_validate(settings(tokens, layers, group, on_host, keep))
     config = dict(run.model.config or {})
     source = ModelSource("llama", config_from(config), None, "none", task="causal")
     parts, _ = set_up(source, run, init_world(run), None)
@@ -94,7 +97,8 @@ def main() -> None:
     finite = all(bool(p.isfinite().all()) for p in parts.sharded.model.parameters() if p.requires_grad)
     peak = torch.cuda.max_memory_allocated()
     told = {
-        "tokens": tokens, "layers": layers, "group": group, "seconds": seconds, "finite": finite, "gib": peak / 2**30,
+        "tokens": tokens, "layers": layers, "group": group, "on_host": on_host, "kept_attention": keep,
+        "seconds": seconds, "finite": finite, "gib": peak / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "bytes_per_token": peak / tokens,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
@@ -103,7 +107,7 @@ def main() -> None:
     print("RESULT " + json.dumps(told), flush=True)
     file = Path(out)
     found = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(found | {f"{tokens} × {layers}": told}, indent=1))
+    file.write_text(json.dumps(found | {f"{tokens} × {layers}{', attention kept' * keep}": told}, indent=1))
 
 
 if __name__ == "__main__":

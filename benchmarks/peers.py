@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ACTIVE = {"1b": 1.236e9, "8b": 8.03e9, "32b": 32.76e9, "moe": 1.306e9}  # parameters that a token meets
 # Row: model, sequences a step, FLOP per parameter and token, contestants.
-FULL = ("hf-liger", "compiled-liger", "ours", "ours-8bit")
+FULL = ("hf-liger", "compiled-liger", "ours", "ours-8bit", "ours-8bit-lean", "ours-8bit-light")
 ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "1b-full": ("1b", 8, 6, FULL),
     "8b-full": ("8b", 2, 6, FULL),
@@ -151,6 +151,10 @@ CONTESTANTS: dict[str, Callable[[str, int], Step]] = {
     "ours": lambda m, n: ours(m, n),
     "ours-plain-experts": lambda m, n: ours(m, n, experts="plain"),
     "ours-8bit": lambda m, n: ours(m, n, train__optimizer="adamw8bit"),
+    "ours-8bit-lean": lambda m, n: ours(m, n, train__optimizer="adamw8bit", train__in_backward=True),
+    "ours-8bit-light": lambda m, n: ours(
+        m, n, train__optimizer="adamw8bit", train__in_backward=True, recompute="light"
+    ),
     "ours-fp8": lambda m, n: ours(m, n, precision="fp8"),
     "ours-8bit-fp8": lambda m, n: ours(m, n, precision="fp8", train__optimizer="adamw8bit"),
     "ours-8bit-fp8-fast": lambda m, n: ours(m, n, precision="fp8", fp8__fast=True, train__optimizer="adamw8bit"),

@@ -70,8 +70,8 @@ def test_only_what_is_long_and_what_kernels_take(tokens: int, kind: torch.dtype,
     query, key = (torch.empty(1, heads, tokens, 128, dtype=kind, device="meta") for heads in (32, 8))
     mask: Any = SimpleNamespace(largest_head=192, documents=SimpleNamespace(longest=tokens))
     with acting("cuda"):
-        assert attention._in_long_kernel(query, key, key, mask, dropout) is long
-    assert not attention._in_long_kernel(query, key, key, mask, dropout), "a CPU has room"
+        assert attention._in_long_kernel(torch.nn.Module(), query, key, key, mask, dropout) is long
+    assert not attention._in_long_kernel(torch.nn.Module(), query, key, key, mask, dropout), "a CPU has room"
 
 
 def test_a_rehearsal_counts_its_arithmetic_and_room() -> None:

@@ -38,7 +38,7 @@ def block_gradients(
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from shardwise.models.build import find_blocks
-    from shardwise.zero.activations import place_inputs
+    from shardwise.zero.activations import BlockInputs
 
     ranks = dist.get_world_size()
     if device == "cuda":
@@ -51,7 +51,7 @@ def block_gradients(
     inputs = None
     if kind != "plain":
         group = mesh["tensor"].get_group() if "sliced" in kind else None
-        inputs = place_inputs(blocks, host="host" in kind, group=group)
+        inputs = BlockInputs(group, host="host" in kind).attach(blocks)
     seen: list[tuple[StorageWeakRef, int]] = []
     for _, block in blocks:
         block.register_forward_pre_hook(
@@ -197,7 +197,7 @@ def host_inputs_cost(depth: int = 16, batch: int = 4, length: int = 4096, width:
     from torch.distributed._composable import checkpoint as recompute
 
     from shardwise.models.build import find_blocks
-    from shardwise.zero.activations import place_inputs
+    from shardwise.zero.activations import BlockInputs
 
     config = dict(model_type="llama", hidden_size=width, intermediate_size=5632, num_hidden_layers=depth,
                   num_attention_heads=16, num_key_value_heads=16, vocab_size=2048)  # fmt: skip
@@ -209,7 +209,7 @@ def host_inputs_cost(depth: int = 16, batch: int = 4, length: int = 4096, width:
         for _, block in blocks:
             recompute(block)
         if kind == "host":
-            place_inputs(blocks, host=True)
+            BlockInputs(None, host=True).attach(blocks)
         times = []
         for step in range(10):
             if step == 3:

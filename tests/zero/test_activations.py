@@ -16,7 +16,7 @@ from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
 from shardwise.errors import UserError
 from shardwise.zero import activations
-from shardwise.zero.activations import place_inputs
+from shardwise.zero.activations import BlockInputs
 
 DROPOUT = GPT2 | {"resid_pdrop": 0.2, "attn_pdrop": 0.1}
 
@@ -84,7 +84,7 @@ def shared_model(depth: int, place: bool) -> tuple[zeror.Shared, Any]:
     blocks = [(f"layers.{i}", layer) for i, layer in enumerate(model.layers)]
     for _, block in blocks:
         recompute(block)
-    return model, place_inputs(blocks, host=True) if place else None
+    return model, BlockInputs(None, host=True).attach(blocks) if place else None
 
 
 def test_what_many_blocks_share_is_put_away_once() -> None:
@@ -115,7 +115,7 @@ def test_a_model_that_hands_over_nothing_is_refused() -> None:
     blocks = [(str(i), layer) for i, layer in enumerate(model.layers)]
     for _, block in blocks:
         recompute(block)
-    place_inputs(blocks, host=True)
+    BlockInputs(None, host=True).attach(blocks)
     with pytest.raises(UserError, match="positional"):
         model(torch.randn(8, 64, 64, requires_grad=True))
     with torch.no_grad():

@@ -4,12 +4,17 @@ Kernels for attention take room of their own in backward, four times the size of
 fp32, those of keys and values for every head of queries): at a million tokens of an 8B model 36 GB. A few heads of keys
 at a time, with the heads of queries that look at them, it is their share of that; sequences as long as this keep a GPU
 busy with few heads as with many.
+
+Whoever computes a block again may have kept what its attention made (zero/kept_attention.py): within `remembering` the
+operator asks there before it computes. An operator is opaque to the compiler, so this holds in compiled blocks too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +22,46 @@ LONG = 2 << 30  # from so many bytes of queries on
 AT_A_TIME = 1 << 28  # of queries; from 262,144 tokens on a head of keys is as fast as all of them on an H200
 CUDNN = (9, 0)  # GPUs on which cuDNN's kernels come first (models/attention.py)
 _aten = torch.ops.aten
+_thread = threading.local()  # an operator is given tensors and numbers alone; backward computes again in its own thread
+
+Made = tuple[torch.Tensor, torch.Tensor]
+
+
+class Memory(Protocol):
+    """What becomes of the outputs of one block's attention, in the order of its calls."""
+
+    def recall(self) -> Made | None:
+        """What the call made when it was computed first, if that was kept; the caller's own."""
+
+    def keep(self, made: Made) -> None:
+        """Takes a copy, if it wants one."""
+
+
+@contextmanager
+def remembering(memory: Memory) -> Iterator[None]:
+    """Within it, this thread's attention is asked for there first."""
+    before = getattr(_thread, "memory", None)
+    _thread.memory = memory
+    try:
+        yield
+    finally:
+        _thread.memory = before
+
+
+def recalled(compute: Callable[[], Made], watched: AbstractContextManager[Any] | None = None) -> tuple[Made, bool]:
+    """What attention makes, and whether it was there already; `watched` is around what the memory does."""
+    memory: Memory | None = getattr(_thread, "memory", None)
+    watched = watched or nullcontext()
+    if memory is None:
+        return compute(), False
+    with watched:
+        found = memory.recall()
+    if found is not None:
+        return found, True
+    made = compute()
+    with watched:
+        memory.keep(made)
+    return made, False
 
 
 def is_long(query: torch.Tensor) -> bool:
@@ -50,6 +95,10 @@ def long_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, laid out by tokens, and the logarithms of the sums that softmax divides by."""
+    return recalled(lambda: _attend(query, key, value, scale, is_causal))[0]
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool) -> Made:
     (out, sums), kernel = _empty(query, value), _kernel(query)
     for of_queries, of_keys in _parts(query, key):
         q, k, v = _own(query[:, of_queries], key[:, of_keys], value[:, of_keys])

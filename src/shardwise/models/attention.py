@@ -141,7 +141,7 @@ def attend_documents(
             # The only kernel that takes fp32 wants as many keys as queries; else every score would be kept.
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
             other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
-        if _in_long_kernel(query, key, value, attention_mask, dropout):
+        if _in_long_kernel(module, query, key, value, attention_mask, dropout):
             return attend_long(query, key, value, scaling), None
         return other(attention_mask=None, is_causal=True)
     if _kernel_takes(query, key, value, attention_mask, dropout):
@@ -193,11 +193,20 @@ def _kernel_takes(
 
 
 def _in_long_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: DocumentMask,
+    dropout: float,
 ) -> bool:
-    """Whether one sequence is so long that its heads are taken a few at a time, by kernels that take this."""
+    """Whether the operator of ours computes this, for a sequence so long that its heads are taken a few at a time, or
+    because what it makes is to be kept (zero/kept_attention.py), by kernels that take this."""
+    keeps = getattr(module, "keeps_attention", False)
     same = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
-    return kind_of(query) == "cuda" and is_long(query) and same and _kernel_takes(query, key, value, mask, dropout)
+    if kind_of(query) != "cuda":
+        return keeps and same and dropout == 0.0
+    return (keeps or is_long(query)) and same and _kernel_takes(query, key, value, mask, dropout)
 
 
 def _wide(x: torch.Tensor, head: int) -> torch.Tensor:

@@ -18,16 +18,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.acting import is_host
+from shardwise.kernels.long_attention import recalled
 from shardwise.models.build import find_blocks
 from shardwise.rehearse.flops import GROUPED, flops_of, workspace_of
 from shardwise.zero.account import Collective, collective_of
 
 ROUND = 512  # a GPU's allocator hands out multiples of it
+LONG = torch.ops.shardwise.long_attention.default
 NO_KERNEL = ("_unsafe_view", "empty_like", "new_empty", "empty")  # no views by their schema, but nothing is computed
 
 
@@ -121,8 +124,11 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what it comes down to, rank by rank, is seen in its turn
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        kwargs, there = kwargs or {}, False
+        if func is LONG and isinstance(args[0], FakeTensor):  # of real ones the operator itself keeps what is to be
+            result, there = recalled(lambda: func(*args, **kwargs), watched=self)
+        else:
+            result = func(*args, **kwargs)
         found = collective_of(func, args, result)
         name = func._schema.name.partition("::")[2]
         phase, module = self.place()
@@ -139,14 +145,14 @@ class Tracker(TorchDispatchMode):
             self._see(tensor, phase, module, name)
             if found is not None:
                 self._label(tensor, "communication")
-        if inner := workspace_of(func, args):
+        if not there and (inner := workspace_of(func, args)):
             block = Block(0, phase, module, name, self.time, "temporary")
             self.blocks.append(block)
             self._fill(block, inner)
             self._free(block)
         light = func.is_view or name in NO_KERNEL
         self.calls["view" if light else "operator"] += 1
-        if found is None and not light:
+        if found is None and not light and not there:
             self._count(func, args, kwargs, result, phase, name)
         return result
 
@@ -166,7 +172,10 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is not None and known[1]() is storage:
-            return
+            if not is_host(tensor):
+                return
+            self._free(known[0])  # seen as it was made, before it was said to be the host's
+            del self._live[storage._cdata]
         if not is_host(tensor):
             self._add(storage, phase, module, name)
         elif phase == "forward" and name not in ("held", *NO_KERNEL) and storage not in self._hosted:

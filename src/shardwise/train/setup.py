@@ -24,6 +24,7 @@ from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
 from shardwise.config.methods import Full
 from shardwise.config.resolve import purpose_of
+from shardwise.config.schema import Run
 from shardwise.data.loader import Loader
 from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.errors import UserError
@@ -52,11 +53,12 @@ from shardwise.train.meter import Meter
 from shardwise.train.selfcheck import Undivided, Whole, check_decoder, check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
-from shardwise.zero.activations import place_inputs
+from shardwise.zero.activations import BlockInputs
 from shardwise.zero.disk import DiskFolder
 from shardwise.zero.entries import masters
 from shardwise.zero.groups import keep_one_of
 from shardwise.zero.host import return_freed_memory
+from shardwise.zero.kept_attention import KeptAttention
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.overlap import Sending, given, install_overlap
 from shardwise.zero.plusplus import install_collectives
@@ -125,14 +127,7 @@ def build_model(
         tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compile)
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model, world.device)
     if run.recompute == "full":
-        for _, block in blocks[: run.recompute_blocks]:
-            recompute(block)
-    inputs = None
-    if run.offload.activations == "cpu":
-        leaving = blocks[: run.offload.activation_blocks or run.recompute_blocks][:: run.recompute_group]
-        inputs = place_inputs(leaving, host=True, timer=timer)
-    if run.recompute == "full" and run.recompute_group > 1:
-        keep_one_of(blocks[: run.recompute_blocks], run.recompute_group, inputs)
+        recompute_blocks(run, blocks[: run.recompute_blocks], timer)
     if run.compile:
         for _, block in blocks:
             block.forward = compiled(
@@ -159,6 +154,20 @@ def build_model(
     install_collectives(sharded, run.parallel, world, run.timeout, float8_gathers(run, world.mesh.size(1)))
     install_overlap(sharded, sending.prefetch, not run.parallel.quantize_gradients, timer.on)
     return sharded, spread
+
+
+def recompute_blocks(run: Run, blocks: list[tuple[str, Any]], timer: Timer) -> None:
+    """Keeps of blocks what the run says: inputs, or one in several, and what attention made; here or on the host."""
+    inputs = BlockInputs(None, host=True, timer=timer) if run.offload.activations == "cpu" else None
+    leaving = len(blocks[: run.offload.activation_blocks]) if inputs is not None else 0
+    kept = None if run.recompute_attention else KeptAttention()
+    for number, (_, block) in enumerate(blocks):
+        around = {} if kept is None else {"context_fn": kept.around(block, inputs if number < leaving else None)}
+        recompute(block, **around)
+    if inputs is not None:
+        inputs.attach(blocks[: leaving : run.recompute_group])
+    if run.recompute_group > 1:
+        keep_one_of(blocks, run.recompute_group, inputs, kept)
 
 
 def only_looked_up(model: Any) -> int:

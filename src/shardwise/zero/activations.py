@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -55,11 +55,12 @@ class BlockInputs:
         self._memo: dict[int, tuple[StorageWeakRef, Any, weakref.ref[_Kept]]] = {}
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
-    def attach(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    def attach(self, blocks: Sequence[tuple[str, nn.Module]]) -> Self:
         """Stands around each block, which must be under recomputation already and not yet be sharded."""
         for position, (name, block) in enumerate(blocks):
             assert hasattr(recompute.state(block), "enable_hook"), f"{name} is not recomputed"
             _Around(self, block, first=position == 0, last=position == len(blocks) - 1)
+        return self
 
     def held(self) -> dict[str, int]:
         """Bytes of block inputs that this rank keeps now, on the device and on the host."""
@@ -129,6 +130,26 @@ class BlockInputs:
             return start
         kept.users += 1
         return lambda: self.unpack(kept)
+
+    @torch.no_grad()
+    def put_away(self, tensor: torch.Tensor) -> Any:
+        """Sends what a block made besides to the host; the caller must not write to it any more."""
+        assert self._host is not None and self._group is None
+        kept = _Kept(tensor, tensor.numel(), None)
+        self._host.put(kept, tensor.reshape(-1))
+        self._alive.add(kept)
+        return kept
+
+    def start_back(self, kept: Any) -> None:
+        """Starts the copy of what was put away."""
+        assert self._host is not None
+        self._host.fetch(kept)
+
+    @torch.no_grad()
+    def take_back(self, kept: Any) -> torch.Tensor:
+        """What was put away, as often as asked for."""
+        assert self._host is not None
+        return self._host.get(kept).view(kept.shape)
 
     def _slice(self, flat: torch.Tensor) -> torch.Tensor:
         assert self._group is not None
@@ -291,15 +312,3 @@ class _Around:
         if self._last and output is not None and not self._inputs.found_any:
             problem = "this model hands no activation to its blocks as a positional argument, so none would move"
             raise UserError("offload.activations", "cpu", problem, "set it to none")
-
-
-def place_inputs(
-    blocks: Sequence[tuple[str, nn.Module]],
-    host: bool = False,
-    group: dist.ProcessGroup | None = None,
-    timer: Timer = OFF,
-) -> BlockInputs:
-    """Divides the inputs of recomputed blocks over `group`, keeps them on the host, or both; call before sharding."""
-    inputs = BlockInputs(group, host, timer)
-    inputs.attach(blocks)
-    return inputs

@@ -12,6 +12,7 @@ the wrong order, hence one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,14 +24,20 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.acting import stands_in
 from shardwise.zero.activations import SMALL, BlockInputs
+from shardwise.zero.kept_attention import Calls, KeptAttention
 
 
-def keep_one_of(blocks: Sequence[tuple[str, nn.Module]], size: int, inputs: BlockInputs | None) -> None:
-    """Keeps the input of one block in `size`; `inputs`: what puts those away, if anything does. Before sharding."""
+def keep_one_of(
+    blocks: Sequence[tuple[str, nn.Module]], size: int, inputs: BlockInputs | None, kept: KeptAttention | None = None
+) -> None:
+    """Keeps the input of one block in `size`; before sharding.
+
+    `inputs`: what puts those away, if anything does; `kept`: what keeps attention, likewise.
+    """
     for at in range(0, len(blocks), size):
         members = [block for _, block in blocks[at : at + size]]
         if len(members) > 1:
-            _Group(members, inputs)
+            _Group(members, inputs, kept)
 
 
 class _Call:
@@ -40,6 +47,7 @@ class _Call:
         self._block, self._rest, self._kwargs, self._learns = block, args[1:], kwargs, args[0].requires_grad
         self._cpu = None if stands_in() else torch.get_rng_state()
         self._devices, self._states = get_device_states(args[0])
+        self.attention: Calls | None = None  # where it was kept
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """The block's output, whose first part goes into the next block.
@@ -47,7 +55,8 @@ class _Call:
         With a gradient, so that the same compiled code computes it, but nothing is kept for one.
         """
         nothing = saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
-        with torch.random.fork_rng(self._devices), torch.enable_grad(), nothing:
+        attention = self.attention.again(last=False) if self.attention is not None else nullcontext()
+        with torch.random.fork_rng(self._devices), torch.enable_grad(), nothing, attention:
             if self._cpu is not None:
                 torch.set_rng_state(self._cpu)
             set_device_states(self._devices, self._states)
@@ -83,8 +92,8 @@ class _Derived:
 
 
 class _Group:
-    def __init__(self, members: list[nn.Module], inputs: BlockInputs | None) -> None:
-        self._inputs = inputs
+    def __init__(self, members: list[nn.Module], inputs: BlockInputs | None, kept: KeptAttention | None) -> None:
+        self._inputs, self._kept = inputs, kept
         self._way: _Pass | None = None
         self._output: StorageWeakRef | None = None  # of the block before
         self._number = 0
@@ -122,6 +131,8 @@ class _Group:
                 self._open = None
             if self._way is None or output is None or torch._C._current_graph_task_id() != -1:
                 return  # nothing of ours, an error on its way, or a block that backward computes again
+            if self._kept is not None:
+                self._way.calls[-1].attention = self._kept.last
             if first and self._inputs is not None:
                 self._way.start = self._inputs.again(self._way.start)
             self._output = StorageWeakRef(_first(output).untyped_storage())

@@ -1,0 +1,109 @@
+"""Attention that is kept of recomputed blocks: the same gradients to the bit, computed once, for its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.groups import gradients
+from support.ranks import run_ranks
+from support.tiny import GPT2, LLAMA
+
+from shardwise.config.schema import Run
+from shardwise.models.source import ModelSource, config_from
+from shardwise.rehearse.step import rehearse
+from shardwise.rehearse.tally import tally_of
+
+LONG = 1 << 15
+BASE: dict[str, Any] = {
+    "data": {"train": "none", "sequence_length": 128}, "objective": "causal", "precision": "fp32", "device": "cpu",
+    "ranks": 1, "backend": "gloo", "recompute": "full", "parallel": {"zero": 2},
+    "train": {"batch_size": 4, "micro_batch_size": 2, "steps": 2},
+}  # fmt: skip
+MODELS = {
+    "llama": LLAMA | {"num_hidden_layers": 5, "hidden_size": 64},
+    "gpt2": GPT2 | {"n_layer": 5, "n_embd": 64, "resid_pdrop": 0.2},
+}
+HOST = {"offload": {"activations": "cpu"}}
+
+
+def a_run(name: str, **more: Any) -> dict[str, Any]:
+    return BASE | {"model": {"config": MODELS[name], "tokenizer": "none"}} | more
+
+
+def counted(runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """Gradients of each run, and how often attention was computed."""
+    from shardwise.kernels import long_attention as module
+
+    attend, calls, found = module._attend, [0], []
+
+    def call(*args: Any) -> Any:
+        calls[0] += 1
+        return attend(*args)
+
+    module._attend = call
+    for run in runs:
+        calls[0] = 0
+        found.append((gradients([run])[0], calls[0]))
+    return found
+
+
+SOME = {"recompute_blocks": 3}
+SENT = {"offload": {"activations": "cpu", "activation_blocks": 2}}
+CASES = [
+    *((name, more) for name in MODELS for more in ({}, HOST)), ("llama", SOME), ("llama", SENT),
+    ("llama", {"recompute_group": 2}), ("llama", {"recompute_group": 3} | HOST),
+    ("llama", {"recompute_group": 2} | SENT), ("llama", {"compile": True}),
+    ("llama", {"compile": True, "recompute_group": 2} | HOST),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "more"), CASES, ids=[f"{name} {list(more.items())}" for name, more in CASES])
+def test_the_same_gradients_and_attention_once(name: str, more: dict[str, Any]) -> None:
+    runs = [a_run(name, **more), a_run(name, **more, recompute_attention=False)]
+    (plain, _), (kept, computed) = run_ranks(counted, 1, runs)[0]
+    for key in plain:
+        torch.testing.assert_close(kept[key], plain[key], rtol=2e-5, atol=1e-7)
+    blocks, micro_batches = more.get("recompute_blocks", 5), 2
+    assert computed == blocks * micro_batches
+
+
+@pytest.mark.parametrize("more", [{}, HOST], ids=str)
+def test_what_is_kept_is_what_was_computed(more: dict[str, Any]) -> None:
+    """Beside a run whose memory is empty, so that attention is computed again by the same operator."""
+    kept, again = run_ranks(with_and_without, 1, a_run("llama", **more, recompute_attention=False))[0]
+    assert kept.keys() == again.keys() and all(torch.equal(kept[key], again[key]) for key in kept)
+
+
+def with_and_without(run: dict[str, Any]) -> list[dict[str, Any]]:
+    from shardwise.zero import kept_attention as module
+
+    first = gradients([run])[0]
+    module._First.keep = lambda *_: None  # type: ignore[method-assign, assignment, misc]
+    return [first, gradients([run])[0]]
+
+
+def peak_and_flops(**more: Any) -> tuple[int, int, int]:
+    config = MODELS["llama"] | {"num_hidden_layers": 8}
+    source = ModelSource("m", config_from(dict(config)), None, "none", task="causal")
+    long: dict[str, Any] = {"data": {"train": "x", "sequence_length": LONG}, "device": "cuda", "precision": "bf16"}
+    values = a_run("llama", **long, **more, train={"batch_size": 1, "micro_batch_size": 1})
+    run = Run.model_validate(values | {"model": {"config": config, "tokenizer": "none"}})
+    rehearsed = rehearse(source, run, 0, 1)
+    flops = sum(work.flops * times for work, times in rehearsed.tracker.work.items() if "attention" in work.operator)
+    return tally_of(rehearsed, 8).peak, flops, rehearsed.tracker.to_host
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_rehearsed(compile: bool) -> None:
+    """Eight outputs of attention more are held, on the host where inputs are, and its forward is counted once."""
+    peak, flops, host = peak_and_flops(compile=compile)
+    kept, fewer, _ = peak_and_flops(compile=compile, recompute_attention=False)
+    one = LONG * 64 * 2
+    assert 7 * one < kept - peak < 9.5 * one
+    assert fewer / flops == pytest.approx((1 + 2.5) / (2 + 2.5))
+    sent = {"offload": {"activations": "cpu"}}
+    moved, fewer, both = peak_and_flops(compile=compile, recompute_attention=False, **sent)
+    assert host == 0 and both >= 2 * peak_and_flops(compile=compile, **sent)[2] * 0.99
+    assert moved < peak
