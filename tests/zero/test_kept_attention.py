@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import cli
 from support.groups import gradients
 from support.ranks import run_ranks
-from support.tiny import GPT2, LLAMA
+from support.tiny import GPT2, LLAMA, tiny_run
 
+from shardwise.config.compat.check import first_clash
 from shardwise.config.schema import Run
+from shardwise.errors import UserError
 from shardwise.models.source import ModelSource, config_from
 from shardwise.rehearse.step import rehearse
 from shardwise.rehearse.tally import tally_of
@@ -107,3 +111,19 @@ def test_rehearsed(compile: bool) -> None:
     moved, fewer, both = peak_and_flops(compile=compile, recompute_attention=False, **sent)
     assert host == 0 and both >= 2 * peak_and_flops(compile=compile, **sent)[2] * 0.99
     assert moved < peak
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"recompute": "none"}, "no block is computed again"), ({"parallel": {"tensor": 2}}, "does not go with tensor"),
+     ({"recompute": "auto"}, "answers by itself")],
+)  # fmt: skip
+def test_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        first_clash(Run.model_validate(a_run("llama", **({"recompute_attention": False} | more))))
+
+
+def test_refused_where_it_would_have_no_effect(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, recompute="full", recompute_attention=False, attention="plain")
+    code, _, said = cli.train(cli.write_run(tmp_path, run))
+    assert code != 0 and "recompute_attention" in said and "Traceback" not in said

@@ -81,6 +81,7 @@ def _plain(run: Run) -> Run:
     if run.parallel.auto:
         values["parallel"] = {}
     values |= {"recompute": "none", "recompute_blocks": None, "recompute_group": 1}
+    values["recompute_attention"] = True
     values["offload"] |= {"activations": "none", "activation_blocks": None}
     return Run.model_validate(values)
 

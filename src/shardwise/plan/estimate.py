@@ -203,10 +203,13 @@ def _model_flops(sketched: Sketched, run: Run, cluster: Cluster, count: int) -> 
     done = sum(work.flops * times for work, times in whole.work.items())
     if run.recompute == "full":
         share = min(1.0, (run.recompute_blocks or sketched.layers) / sketched.layers)
-        done -= share * (_forward(whole) - _forward(bare))
+        done -= share * (_forward(whole, run) - _forward(bare, run))
     once = sum(work.flops * times for work, times in whole.work_once.items())
     return (done * count + once) * (cluster.ranks // run.parallel.pipeline)
 
 
-def _forward(tally: Tally) -> float:
-    return sum(work.flops * times for work, times in tally.work.items() if work.phase == "forward")
+def _forward(tally: Tally, run: Run) -> float:
+    """Of what is computed again where blocks are."""
+    kept = () if run.recompute_attention else ("long_attention",)
+    found = tally.work.items()
+    return sum(work.flops * n for work, n in found if work.phase == "forward" and work.operator not in kept)

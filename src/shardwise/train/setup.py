@@ -222,6 +222,9 @@ def build_parts(
     vocabulary = asked.model.get_input_embeddings().num_embeddings
     with explain_divided(given(run.parallel).bucket):
         apart = check_documents(asked, vocabulary, job, asked.device, say)
+    if not (apart or run.recompute_attention):
+        problem = "is for causal models in packed rows, whose attention is computed by us; this run's is not"
+        raise UserError("recompute_attention", False, problem, "leave it out, or set data.packing: true")
     if apart and spread.tiny is not None:
         install(model)
     if spread.context is not None:

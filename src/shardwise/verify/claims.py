@@ -207,6 +207,7 @@ def _add_sharding(run: Run, claims: list[Claim], world: World, cut: int, half: B
 def _recomputed(run: Run) -> dict[str, Any]:
     return {
         "recompute": run.recompute, "recompute_blocks": run.recompute_blocks, "recompute_group": run.recompute_group,
+        "recompute_attention": run.recompute_attention,
     }  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def _base(
         values.pop(section)
     values |= {
         "precision": precision, "device": device, "recompute": "none", "recompute_blocks": None, "recompute_group": 1,
-        "compile": False, "resume": "never",
+        "recompute_attention": True, "compile": False, "resume": "never",
         "timeout": min(run.timeout, TIMEOUT), "backend": "auto", "checkpoint": {"every": None},
         "offload": {"disk": None}, "parallel": {}, "fp8": {"recipe": "none"},
     }  # fmt: skip
