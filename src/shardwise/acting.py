@@ -7,8 +7,9 @@ a GPU's. Code that has a path of its own for GPUs asks here, so that what is reh
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -33,25 +34,52 @@ def stands_in() -> bool:
     return _acted == "cuda"
 
 
-def compiled(function: Callable[..., Any], light: bool = False) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], light: bool = False, failures: list[str] | None = None
+) -> Callable[..., Any]:
     """By inductor; a rehearsal launches no kernels, but keeps what compiled code keeps.
 
     `light`: what costs a pass over memory at most (norms, activation functions) is computed again in backward even
-    where a product there wants all of it; of itself the compiler keeps such inputs of products.
+    where a product there wants all of it; of itself the compiler keeps such inputs of products. `failures`: a list that
+    blocks share; what the compiler cannot take is told once and computed as it is written.
     """
     if _acted is None:
         _keep_compiled()
     made: Callable[..., Any] = torch.compile(
         function, backend="inductor" if _acted is None else "aot_eager_decomp_partition"
     )
-    if not light:
-        return made
+    if light:
+        made = _lightly(made)
+    return made if failures is None else _or_as_written(made, function, failures)
 
+
+def _lightly(made: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(ban_recompute_materialized_backward=False):  # read when the graph is made
             return made(*args, **kwargs)
 
     return call
+
+
+def _or_as_written(made: Callable[..., Any], function: Callable[..., Any], failures: list[str]) -> Callable[..., Any]:
+    from torch._dynamo.exc import TorchDynamoException
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not failures:
+            try:
+                return made(*args, **kwargs)
+            except TorchDynamoException as error:
+                failures.append(" ".join(str(error).split("\n")[:2]))
+                words = "the compiler does not take this model's blocks, which run as they are written (compile: false)"
+                warnings.warn(f"{words}: {failures[0]}", stacklevel=2)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def as_written(run_is_compiled: bool) -> AbstractContextManager[Any]:
+    """Within it compiled blocks run as they are written: for a look at a few tokens, which would be compiled for."""
+    return torch.compiler.set_stance("force_eager") if run_is_compiled else nullcontext()
 
 
 def _keep_compiled() -> None:

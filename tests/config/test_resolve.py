@@ -247,3 +247,32 @@ def test_resume_must_name_a_checkpoint(tmp_path: Path) -> None:
             check_output(run(f"output={tmp_path}/out", f"resume={tmp_path}/{name}"))
         assert caught.value.field == "resume" and problem in caught.value.problem
     check_output(run(f"output={tmp_path}/out", "resume=never"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "compiled", "why"),
+    [
+        ((), Machine(1, ranks=1), True, "fused"),
+        (("train.steps=50",), Machine(8, ranks=8), True, "fused"),
+        (("train.steps=49",), Machine(1, ranks=1), False, "within 49 steps"),
+        (("parallel.tensor=2",), Machine(2, ranks=2), False, "does not go with tensor"),
+        (("parallel.pipeline=2", "train.batch_size=8"), Machine(2, ranks=2), False, "does not go with pipeline"),
+        ((), Machine(1, ranks=1, compiles=False), False, "C compiler"),
+        (("compile=true", "train.steps=3"), Machine(1, ranks=1), True, ""),
+        (("compile=false",), Machine(1, ranks=1), False, ""),
+        (("device=cpu",), Machine(0, ranks=1), False, ""),
+    ],
+)
+def test_what_is_compiled(overrides: tuple[str, ...], machine: Machine, compiled: bool, why: str) -> None:
+    result = resolve_machine(run("precision=bf16", *overrides), machine)
+    assert result.run.compile is compiled is result.run.compiled
+    assert why in result.reasons.get("compile", "") and bool(why) == ("compile" in result.reasons)
+
+
+def test_what_is_left_open_is_not_compiled() -> None:
+    assert run().compile == "auto" and not run().compiled
+
+
+def test_recomputing_lightly_needs_a_compiler() -> None:
+    assert refused("recompute=light").field == "recompute"
+    assert resolve_machine(run("recompute=light", "precision=bf16"), Machine(1, ranks=1)).run.compiled

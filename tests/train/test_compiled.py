@@ -6,12 +6,14 @@ import os
 from typing import Any
 
 import pytest
+import torch
 from support.compiled import steps_compiled
 from support.ranks import run_ranks
 from support.tiny import LLAMA, QWEN3_MOE
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from shardwise.acting import compiled
+from shardwise.acting import _or_as_written, as_written, compiled
 from shardwise.cache import cache_root
 
 CASES: dict[str, dict[str, Any]] = {
@@ -53,3 +55,33 @@ def test_compiled_code_is_kept_between_runs(set_before: str | None, monkeypatch:
     compiled(lambda x: x)
     wanted = "/somewhere" if set_before == "/somewhere" else str(cache_root() / "compiled")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == wanted
+
+
+def test_what_the_compiler_does_not_take_runs_as_it_is_written() -> None:
+    """Told once for all blocks, which share a list."""
+    failures: list[str] = []
+
+    def fails(*_: Any) -> Any:
+        raise BackendCompilerFailed(None, RuntimeError("no such kernel"), None)
+
+    blocks = [_or_as_written(fails, lambda x, n=n: x + n, failures) for n in (1, 2)]
+    with pytest.warns(UserWarning, match="run as they are written") as said:
+        assert [block(10) for block in blocks] == [11, 12] and blocks[0](1) == 2
+    assert len(said) == 1 and "no such kernel" in failures[0]
+
+
+def test_a_mistake_within_a_block_is_no_failure_of_the_compiler() -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("the model's own")
+
+    with pytest.raises(ValueError, match="own"):
+        _or_as_written(fails, lambda x: x, [])(1)
+
+
+def test_a_look_at_a_few_tokens_is_not_compiled_for() -> None:
+    made: list[Any] = []
+    block = torch.compile(lambda x: x * 2, backend=lambda graph, _: made.append(graph) or graph.forward)
+    with as_written(True):
+        assert block(torch.ones(2)).sum() == 4
+    assert not made
+    assert block(torch.ones(2)).sum() == 4 and len(made) == 1

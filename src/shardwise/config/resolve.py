@@ -33,6 +33,7 @@ COUNTED_FROM_PADDING = frozenset(
 )  # fmt: skip
 FULL = 4  # micro-batches for each stage of a pipeline, where the batch has them: a fifth of the time is idle at most
 WORTH_BF16 = 1.4  # times the speed of fp32, from which a CPU computes in bf16: casts take some of it back
+WORTH_COMPILING = 50  # steps: compiling takes the time of some dozens
 NO_PRODUCTS = "this GPU does not multiply in 8 bits (NVIDIA does since Ada and Hopper, capability 8.9)"
 TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
@@ -61,6 +62,7 @@ class Machine:
     bf16: bool = True
     fp8: bool = True
     ranks: int | None = None  # None = this machine
+    compiles: bool = True
 
 
 def this_machine() -> Machine:
@@ -68,7 +70,16 @@ def this_machine() -> Machine:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(gpus, bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False))
+    bf16 = bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False)
+    return Machine(gpus, bf16, compiles=bool(gpus) and _can_compile())
+
+
+def _can_compile() -> bool:
+    """Whether there is what compiled blocks need: Triton, a GPU for it, and a C compiler for what starts them."""
+    from torch.utils._triton import has_triton
+
+    named = (os.environ.get("CC"), "gcc", "clang", "cc")
+    return bool(has_triton()) and any(name is not None and shutil.which(name) for name in named)
 
 
 def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
@@ -93,6 +104,8 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
         result.put("ranks", ranks, "of the machine that is planned for")
         result.put("backend", backend, f"device is {result.run.device}")
     _resolve_precision(result, machine)
+    if result.run.compile == "auto":
+        result.put("compile", *compile_here(result.run, machine))
     check_axes(result.run, ranks)
     first_clash(result.run)
     check_parallel(result.run, ranks)
@@ -175,6 +188,20 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
         result.put("precision", "bf16", "the GPU computes in bf16")
     else:
         result.put("precision", "fp16", "the GPU has no bf16")
+
+
+def compile_here(run: Run, machine: Machine) -> tuple[bool, str | None]:
+    """Whether a run's blocks are compiled where that is left open, and why, where that is of interest."""
+    if run.device != "cuda":
+        return False, None
+    if not machine.compiles:
+        return False, "Triton or a C compiler is missing here"
+    if run.train.steps is not None and run.train.steps < WORTH_COMPILING:
+        return False, f"it would not pay within {run.train.steps} steps"
+    found = clashes(run.model_copy(update={"compile": True}))
+    if clash := next((one for one in found if one.field == "compile"), None):
+        return False, f"it {clash.problem}"
+    return True, "norms and activations are fused; the first step takes longer"
 
 
 def _resolve_masters(result: Resolution, ranks: int) -> None:

@@ -653,7 +653,11 @@ class Run(Section):
         default="auto",
         description="of next tokens: auto = by pieces, without ever making all logits; plain = from the whole of them",
     )
-    compile: bool = Field(default=False, description="compile each block (CUDA; the first step takes longer)")
+    compile: Literal["auto"] | bool = Field(
+        default="auto",
+        description="compile each block: the first step takes longer, all others less. auto = on GPUs, in runs of "
+        "50 steps and more, not with tensor or pipeline parallelism",
+    )
     offload: Offload = Field(default=Offload(), description="what is kept off the device")
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="auto = CUDA where there is a GPU")
     ranks: Literal["auto"] | Count = Field(
@@ -705,6 +709,11 @@ class Run(Section):
     def computes_in(self) -> str:
         """The precision in words."""
         return self.precision + ("" if self.fp8.recipe == "none" else f" with fp8 ({self.fp8.recipe})")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled; not as long as that is left open."""
+        return self.compile is True
 
     @property
     def left_open(self) -> bool:

@@ -51,7 +51,8 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
         )
 
     say("planning")
-    plan = search(source, settled.run, cluster, budget=0.0, pick=wanted, last_resort=parallel.auto)
+    open_run = settled.run.model_copy(update={"compile": settled.run.compile and run.compile})  # a strategy decides
+    plan = search(source, open_run, cluster, budget=0.0, pick=wanted, last_resort=parallel.auto)
     if plan.best is None:
         raise UserError("parallel", "auto", reasons(plan)[0], "see `shardwise plan`, or use more or larger devices")
     result = Resolution(run)

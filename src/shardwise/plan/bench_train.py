@@ -237,10 +237,10 @@ def advise(run: Run, speed: Speed) -> list[str]:
     share = {kind: seconds / whole for kind, seconds in found.exposed.items()}
     idle = max(0.0, 1 - (found.whole - found.idle) / speed.seconds) if speed.device != "CPU" else 0.0
     cuda, said = run.device == "cuda", []
-    if cuda and not run.compile and share.get(REST, 0) > 0.12:
+    if cuda and not run.compiled and share.get(REST, 0) > 0.12:
         said.append((share[REST] / 2, f"compile: true fuses norms and elementwise work, {share[REST]:.0%} of the step"))
     if idle > 0.1:
-        how = "a larger micro_batch_size" + ("" if run.compile else ", or compile: true,")
+        how = "a larger micro_batch_size" + ("" if run.compiled else ", or compile: true,")
         said.append((idle, f"the GPU waits for the host {idle:.0%} of the time: {how} gives it longer kernels"))
     if (part := share.get("communication", 0)) > 0.1:
         ways = ["a larger micro_batch_size or more accumulation"]
@@ -283,7 +283,7 @@ def show(target: Target, speed: Speed, documents: int, advice: list[str], consol
     console.print(
         f"{target.source.label} on {speed.ranks} × {speed.device}: {run.train.batch_size} rows of "
         f"{run.data.sequence_length:,} tokens{f' ({documents} documents each)' if documents > 1 else ''} a step, "
-        f"{run.computes_in}{', compiled' if run.compile else ''}"
+        f"{run.computes_in}{', compiled' if run.compiled else ''}"
     )
     mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else " (MFU and memory: on GPUs)" * (speed.device == "CPU")
     memory = f", peak {speed.memory / 2**30:.1f} of {speed.room / 2**30:.1f} GiB" if speed.memory and speed.room else ""

@@ -12,7 +12,7 @@ from shardwise.plan.sketch import sketch
 def fewest_recomputed(source: ModelSource, found: Estimate) -> tuple[Estimate, int | None]:
     """What fits with all blocks recomputed, with as few as still fit, and how many; None = all, or none but lightly."""
     run, cluster = found.run, found.cluster
-    if run.compile and run.offload.activations == "none":
+    if run.compiled and run.offload.activations == "none":
         lightly = estimate(source, run.model_copy(update={"recompute": "light"}), cluster)
         if lightly.fits:
             return lightly, None

@@ -201,7 +201,7 @@ def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> t
     result = resolve_machine(run.model_copy(update={"train": divided}), machine)
     resolve_objective(result, source.task)
     resolve_model(result, source.config)
-    final = result.run
+    final = result.run.model_copy(update={"compile": run.compile})  # a strategy decides what is left open
     return final.model_copy(update={"train": final.train.model_copy(update={"batch_size": batch})}), source
 
 

@@ -58,7 +58,7 @@ def _rehearsed(
         if "attn" in work.operator or "attention" in work.operator:
             back = "backward" in work.operator
             if back or work.phase == "forward":  # what is computed again is scored apart
-                spent[back] += count * kernel(work, device, run.compile)
+                spent[back] += count * kernel(work, device, run.compiled)
     each = layers * micro_batches
     return Moments(*_course(ledger), layers, micro_batches, (spent[0] / each, spent[1] / each))
 

@@ -23,6 +23,7 @@ from shardwise.zero.policy import state_bytes
 
 PROCESS = 3 << 30  # bytes of host memory that a rank takes for itself: Python, libraries, pinned buffers
 SLOWER = 0.04  # matmuls lose this much each time tensor parallelism halves them
+EAGER = 1.2  # times what compiled blocks take, where blocks cannot be compiled
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,8 @@ class Quick:
         _, mine = self.parameters(s)
         count, layers = self.count(s), sizes.layers / s.pipeline
         part = s.micro / (s.tensor * s.context) * (1 + SLOWER * math.log2(s.tensor))
+        if self.run.compile == "auto" and max(s.tensor, s.pipeline) > 1:
+            part *= EAGER
         forward = of.forward * part
         backward = (of.backward + (of.forward if s.recompute else 0.0)) * part
         passes = 3 if s.recompute else 2

@@ -88,7 +88,7 @@ def _changes(run: Run, cluster: Cluster, fewer: list[int]) -> Iterator[tuple[dic
     micro, zero = int(run.train.micro_batch_size), run.parallel.zero
     less: dict[str, Any] = {"train.micro_batch_size": 1} if micro > 1 else {}
     again: dict[str, Any] = {"recompute": "full"} if run.recompute in ("none", "light") else {}
-    lightly: dict[str, Any] = {"recompute": "light"} if run.recompute == "none" and run.compile else {}
+    lightly: dict[str, Any] = {"recompute": "light"} if run.recompute == "none" and run.compiled else {}
     spread = cluster.ranks // (run.parallel.pipeline * run.parallel.tensor)
     most: dict[str, Any] = {"parallel.zero": 3} if zero < 3 and spread > 1 else {}
     plain = run.method.type == "full"

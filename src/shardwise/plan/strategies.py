@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.config.axes import EXPERTS, HEADS, LAYERS, check_axes, check_model_axes, divisors_of, first_of
 from shardwise.config.compat import first_clash
 from shardwise.config.paths import place
-from shardwise.config.resolve import check_parallel
+from shardwise.config.resolve import Machine, check_parallel, compile_here
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
 from shardwise.plan.hardware import Cluster
@@ -92,7 +92,9 @@ def applied(run: Run, strategy: Strategy) -> Run:
     values["offload"] |= {"optimizer": "none", "parameters": "none"}
     for path, value in strategy.settings().items():
         place(values, path, value)
-    return Run.model_validate(values)
+    made = Run.model_validate(values)
+    compiles = compile_here(made, Machine(1))[0] if made.compile == "auto" else made.compile
+    return made.model_copy(update={"compile": compiles})
 
 
 def legal(run: Run, config: Any, ranks: int) -> str | None:

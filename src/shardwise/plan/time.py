@@ -88,12 +88,12 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
     for counts, times in ((tally.work, micro_batches), (tally.work_once, 1)):
         for work, count in counts.items():
             phase = work.phase if work.phase in compute else "update"
-            compute[phase] += count * times * kernel(work, device, run.compile, fp8)
+            compute[phase] += count * times * kernel(work, device, run.compiled, fp8)
     fused = run.offload.optimizer == "none" and split_in(run)
     if fused:
         size = _resident(tally.trained, run, micro_batches)
         compute["update"] = size / _stream(device)
-    host = _host(tally, run.compile, micro_batches, fused) if device.kind != "cpu" else 0.0
+    host = _host(tally, run.compiled, micro_batches, fused) if device.kind != "cpu" else 0.0
     total = sum(compute.values())
     waiting = blended(total, host) - total
     axes, data, wire = _communication(tally, run, cluster, micro_batches)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.acting import as_written
 from shardwise.models.attention import fast_attention
 from shardwise.serve.generate import context_length, prompt_ids, stop_ids, text_ids
 from shardwise.train.setup import Parts
@@ -53,7 +54,7 @@ def written(parts: Parts, prompts: tuple[str, ...], tokens: int, chat: bool) -> 
     ends, stops = torch.tensor([len(ids) for ids in asked]), stop_ids(tokenizer, model)
     open_ = torch.ones(len(asked), dtype=torch.bool)
     device: Any = parts.world.device
-    with parts.sharded.evaluation(), fast_attention(device):
+    with parts.sharded.evaluation(), fast_attention(device), as_written(parts.job.run.compiled):
         for _ in range(min(tokens, width - longest)):
             logits = torch.as_tensor(model(input_ids=rows.to(device), use_cache=False).logits)
             chosen = logits[torch.arange(len(asked)), (ends - 1).to(device)].float().argmax(-1).cpu()

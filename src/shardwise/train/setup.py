@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
-from shardwise.acting import compiled
+from shardwise.acting import as_written, compiled
 from shardwise.adapters.apply import apply_method
 from shardwise.adapters.fill import fill_adapters
 from shardwise.adapters.layers import multiply_bases_in_float8
@@ -124,15 +124,14 @@ def build_model(
     if run.tile is not None:
         case = tiny_case(source)
         small = case.model().float()
-        tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compile)
+        tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compiled)
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model, world.device)
     if run.recompute == "full":
         recompute_blocks(run, blocks[: run.recompute_blocks], timer)
-    if run.compile:
-        for _, block in blocks:
-            block.forward = compiled(
-                block.forward, run.recompute == "light"
-            )  # inside of the hooks of sharding and recomputation
+    if run.compiled:
+        failures: list[str] = []
+        for _, block in blocks:  # inside of the hooks of sharding and recomputation
+            block.forward = compiled(block.forward, run.recompute == "light", failures)
     if spread.experts is not None:
         shard_experts(spread.experts, world, run.parallel.zero, run.precision, run.parallel.reduce)
     whole, sending = keeps_whole(run, world), choose(model, blocks) if choose else given(run.parallel)
@@ -220,7 +219,7 @@ def build_parts(
     status.set("checking the model")
     asked: Whole = sharded if spread.tiny is None else Undivided(spread.tiny)
     vocabulary = asked.model.get_input_embeddings().num_embeddings
-    with explain_divided(given(run.parallel).bucket):
+    with explain_divided(given(run.parallel).bucket), as_written(run.compiled):
         apart = check_documents(asked, vocabulary, job, asked.device, say)
     if not (apart or run.recompute_attention):
         problem = "is for causal models in packed rows, whose attention is computed by us; this run's is not"

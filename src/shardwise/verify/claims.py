@@ -134,7 +134,7 @@ def _add_local(run: Run, claims: list[Claim], one: dict[str, Any], half: Bounds,
         settings = one | _recomputed(run) | ({"compile": True} if light else {})
         told = "what is cheap of blocks computed again in backward" if light else "blocks computed again in backward"
         claims.append(Claim("recompute", told, settings, bounds=half, rests_on=(base,)))
-    if run.compile:
+    if run.compiled:
         claims.append(Claim("compile", "blocks compiled", one | {"compile": True}, bounds=half, rests_on=(base,)))
     if run.train.in_backward:
         settings = one | {"train.in_backward": True}
@@ -239,7 +239,7 @@ def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds
     """The run as it is, small, where that is more than one of the claims above."""
     parallel, offload = run.parallel, run.offload
     settings: dict[str, Any] = {
-        "ranks": world.ranks, "parallel.zero": parallel.zero, "compile": run.compile,
+        "ranks": world.ranks, "parallel.zero": parallel.zero, "compile": run.compiled,
         "train.in_backward": run.train.in_backward, "offload.optimizer": offload.optimizer,
         "offload.parameters": offload.parameters, "offload.activations": offload.activations,
         "offload.ratio": offload.ratio, "parallel.bucket": parallel.bucket,

@@ -305,7 +305,7 @@ OTHERS = [
     refused("sequence_parallel_size", "a setting of RUN.yaml here", "drop it, and set parallel.context", off=(*OFF, 1)),
     idle("use_data_before_expert_parallelism", "ranks with other experts are neighbours (`parallel.expert`)"),
     idle("pipeline.*", _NO_PIPELINE),
-    idle("compile.*", "DeepSpeed's own graph passes, which change no result; ours is `compile: true`"),
+    idle("compile.*", "DeepSpeed's own graph passes, which change no result; ours is `compile`"),
     refused("graph_harvesting", "captured graphs are not here (DeepSpeed has removed it too)"),
 ]  # fmt: skip
 
