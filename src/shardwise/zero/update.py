@@ -41,7 +41,7 @@ class Update:
         assert not (eager and (clip is not None or scaler.is_enabled())), "the config is checked before"
         self.sharded, self.optimizer, self.scaler, self.clip, self.eager = sharded, optimizer, scaler, clip, eager
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
-        self._settle = settle
+        self.settle = settle
         self._squares: list[torch.Tensor] = []
         if self._offloaded is not None:
             self._offloaded.attach(sharded, self._known if eager else None, accumulates, eager)
@@ -60,7 +60,7 @@ class Update:
 
         `allowed` is asked first, with the norm, whether to update at all.
         """
-        self._settle()
+        self.settle()
         norm = self._step(allowed)
         self.optimizer.zero_grad()
         self.sharded.updated()
@@ -88,7 +88,7 @@ class Update:
 
     def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """A gradient is complete, and its parameter is updated next: for the norm."""
-        self._settle()
+        self.settle()
         self._squares.append(norm_of(local_of(gradient)).square())
 
     def _step_one(self, parameter: torch.Tensor) -> None:
