@@ -336,14 +336,6 @@ def overflowing_step(run: dict[str, Any]) -> None:
     fit(parts)
 
 
-def save_in_files_of(run: dict[str, Any], size: int) -> Any:
-    """Runs to the end with another bound for the files of offloaded states."""
-    from shardwise.checkpoint import rows
-
-    rows.FILE = size
-    return train(run)
-
-
 def memory_growth(run: dict[str, Any]) -> tuple[int, int]:
     """Parameters of the model, and by how many bytes this process grew at most in a whole run."""
     import threading

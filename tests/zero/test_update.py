@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support import scenarios
 from support.ranks import run_ranks
 from support.tiny import tiny_run
+
+from shardwise.config.schema import LossScale
+from shardwise.optim.scaler import LossScaler
+from shardwise.zero.update import Update
 
 
 def trained(tmp: Path, name: str, ranks: int, **changes: Any) -> Any:
@@ -45,3 +51,24 @@ def test_compiled_blocks(tmp_path: Path) -> None:
     plain = trained(tmp_path, "plain", 1)
     compiled = trained(tmp_path, "compiled", 1, compile=True)
     assert compiled[0] == pytest.approx(plain[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("eager", [0.0, 1.0], ids=["afterwards", "in backward"])
+def test_what_is_being_saved_is_waited_for_before_anything_changes(eager: float) -> None:
+    """As a copy on a GPU's own stream has to be: after forward, and before the first parameter is written to."""
+    model = torch.nn.Linear(3, 2)
+    optimizer, begun = torch.optim.SGD(model.parameters(), lr=1.0), [p.detach().clone() for p in model.parameters()]
+    seen: list[bool] = []
+    sharded: Any = SimpleNamespace(
+        parameters=dict(model.named_parameters()), last=True, copies=None, device=torch.device("cpu"),
+        clip=lambda _: torch.tensor(1.0), updated=lambda: None, mesh={"shard": SimpleNamespace(size=lambda: 1)},
+    )  # fmt: skip
+
+    def settle() -> None:
+        seen.append(all(p.equal(q) for p, q in zip(model.parameters(), begun, strict=True)))
+
+    scaler = LossScaler("cpu", LossScale(), enabled=False)
+    update = Update(sharded, optimizer, scaler, None, eager, settle=settle)
+    model(torch.ones(1, 3)).sum().backward()
+    update()
+    assert seen[0] and not any(p.equal(q) for p, q in zip(model.parameters(), begun, strict=True))

@@ -24,9 +24,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import host_copies
@@ -35,7 +33,8 @@ from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.host_copies import GENERATIONS, Found, Life
 from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_manifest, write_manifest
 from shardwise.checkpoint.safe import SafeReader
-from shardwise.checkpoint.store import RUN, STATE, TRAINER, begin_writing, failure_words
+from shardwise.checkpoint.store import RUN, STATE, TRAINER, failure_words
+from shardwise.checkpoint.writing import Digests, Pending, StateWriter
 from shardwise.config.units import Every
 from shardwise.errors import RunFailed
 
@@ -91,8 +90,7 @@ class Copies:
         self._reached = os.open(self.folder / host_copies.REACHED, os.O_CREAT | os.O_RDWR, 0o600)
         self.lost_from = max(self._gather(host_copies.read_reached(self.folder)))
         self._next = ring(self._hosts)
-        # The memory that a copy is written from is kept for the next: fresh pages cost more than the copying.
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self._writer = StateWriter(group, durable=False, background=True)
         self._worker: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._notes: list[str] = []
@@ -204,34 +202,38 @@ class Copies:
             os.pwrite(self._reached, f"{step:020d}".encode(), 0)
 
     def save(self, step: int, tensors: dict[str, Any], trainer: dict[str, Any], run_json: str) -> None:
-        """Copies the state and returns; what remains is done in the background. Only when no rank is busy."""
+        """Copies the state aside and returns; the rest is done in the background. Only when no rank is busy.
+
+        On a GPU the copy is still under way then: see `settle`.
+        """
         self._last = step
         if not self._fits(tensors):
             return
         partial = self.folder / f".{host_copies.copy_name(step, len(self._life.began))}"
         (partial / STATE).mkdir(parents=True, exist_ok=True)
-        try:
-            future = begin_writing(tensors, partial / STATE, self._group, durable=False, stager=self._stager_for)
-        except BaseException as failure:  # as all ranks do
-            self._failure = failure
-            return
+        pending = self._writer.begin(tensors)
+        written: list[Digests] | None = None
+        if not pending.staged:
+            try:
+                written = pending.write(partial / STATE)
+            except BaseException as failure:  # as all ranks do
+                self._failure = failure
+                return
         small = {TRAINER: json.dumps(trainer, indent=1).encode(), RUN: run_json.encode()}
-        self._worker = threading.Thread(target=self._finish, args=(partial, future, small), daemon=True)
+        self._worker = threading.Thread(target=self._finish, args=(partial, pending, written, small), daemon=True)
         self._worker.start()
 
-    def _stager_for(self, whole: dict[str, Any]) -> BlockingAsyncStager:
-        if self._stager.state_dict_cache is None:  # not pinned: that would be rounded up to powers of two
-            self._stager.state_dict_cache = _create_cpu_state_dict(whole)
-        return self._stager
+    def settle(self) -> None:
+        """To be called before anything that was copied is changed: see CheckpointStore; asks nobody."""
+        self._writer.settle()
 
-    def _finish(self, partial: Path, future: Any, small: dict[str, bytes]) -> None:
+    def _finish(self, partial: Path, pending: Pending, written: list[Digests] | None, small: dict[str, bytes]) -> None:
         try:
             if self._leads:  # the newest stays, whole on all hosts; with the one now made they are two
                 kept = host_copies.list_copies(self.folder, self._life)[1 - GENERATIONS :]
                 self._keep({partial.name, *(one.name for one in kept)})
-            future.result()
-            mine = {f"{STATE}/{file.name}": digest_file(file) for file in (partial / STATE).glob(f"__{self._rank}_*")}
-            everyone: list[dict[str, tuple[int, str]]] = self._gather(mine)
+            written = written or pending.write(partial / STATE)
+            everyone = [{f"{STATE}/{name}": entry for name, entry in part.items()} for part in written]
             box = [small | {INDEX: (partial / INDEX).read_bytes()} if self._rank == 0 else None]
             dist.broadcast_object_list(box, group=self._group, group_src=0)
             transfers = [
@@ -270,14 +272,14 @@ class Copies:
         if self._measured:
             return True
         self._measured = True
-        mine = [sum(part) for part in zip(*(_bytes(value, self._size) for value in tensors.values()), strict=True)]
-        staged, kept = dict.fromkeys(self._hosts, 0.0), dict.fromkeys(self._hosts, 0.0)
-        for host, (to_stage, to_keep) in zip(self._hosts, self._gather(mine), strict=True):
-            staged[host] += to_stage
-            kept[host] += to_keep
+        kept = dict.fromkeys(self._hosts, 0.0)
+        for host, mine in zip(
+            self._hosts, self._gather(sum(_bytes(v, self._size) for v in tensors.values())), strict=True
+        ):
+            kept[host] += mine
         guests = {self._hosts[target]: self._hosts[source] for source, target in self._next.items()}
         needed = int(GENERATIONS * (kept[self._host] + (kept[guests[self._host]] if guests else 0.0)))
-        free = psutil.virtual_memory().available - SPARE - staged[self._host]
+        free = psutil.virtual_memory().available - SPARE - kept[self._host]  # to copy it aside
         room = int(min(shutil.disk_usage(self.folder).free, free))
         lacking = [told for told in self._gather((needed, room, self._host) if needed > room else None) if told]
         if lacking:
@@ -308,7 +310,7 @@ class Copies:
         """What is to be told, once; this rank's."""
         if self._failure is not None:
             self._stop(f"no more copies in memory: {failure_words(self._failure)}")
-        notes, self._notes = self._notes, []
+        notes, self._notes = [*self._notes, *self._writer.notes()], []
         return notes
 
     def close(self) -> None:
@@ -356,6 +358,8 @@ class NoCopies:
         return False
 
     def save(self, step: int, tensors: dict[str, Any], trainer: dict[str, Any], run_json: str) -> None: ...
+
+    def settle(self) -> None: ...
 
     def done(self, step: int) -> None: ...
 
@@ -407,17 +411,16 @@ def _without(held: dict[str, list[Found]], name: str, bad: set[tuple[str, str]])
     }
 
 
-def _bytes(value: Any, ranks: int) -> tuple[float, float]:
-    """Of a tensor: what a rank copies to write it, and its share of what is written, as replicas are written once."""
+def _bytes(value: Any, ranks: int) -> float:
+    """Of a tensor: a rank's share of what is written, as replicas are written once."""
     tensor = getattr(value, "outline", value)
     if not isinstance(tensor, torch.Tensor):
-        return 0.0, 0.0
+        return 0.0
     if not isinstance(tensor, DTensor):
-        size = tensor.numel() * tensor.element_size()
-        return size, size / ranks
+        return tensor.numel() * tensor.element_size() / ranks
     local, mesh = tensor._local_tensor, tensor.device_mesh
     size = local.numel() * local.element_size()
-    return size, size / math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_replicate())
+    return size / math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_replicate())
 
 
 def _human(size: float) -> str:

@@ -12,22 +12,20 @@ It is written under a hidden name and renamed when every rank is done, so a cras
 from __future__ import annotations
 
 import json
-import logging
+import os
 import shutil
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from shardwise.checkpoint.folders import list_checkpoints, step_folder
 from shardwise.checkpoint.integrity import (
@@ -38,13 +36,12 @@ from shardwise.checkpoint.integrity import (
     verify,
     write_manifest,
 )
-from shardwise.checkpoint.rows import BoundedWriter, LoadRows, SaveRows, split_rows
+from shardwise.checkpoint.rows import LoadRows, split_rows
 from shardwise.checkpoint.safe import SafeReader, global_in
+from shardwise.checkpoint.writing import Pending, StateWriter
 from shardwise.errors import RunFailed, UserError
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
-# It makes two records for each tensor, which nobody reads, a third of what a save costs the host besides the bytes.
-logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 
 def set_aside(output: Path) -> None:
@@ -87,7 +84,8 @@ class CheckpointStore:
         self.is_main = dist.get_rank(group) == 0
         self._worker: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._model: dict[Path, bytes] | None = None
+        self._model: dict[str, tuple[bytes, tuple[int, str]]] | None = None
+        self._writer = StateWriter(group, durable=True, background=background)
         if self.is_main:
             root.mkdir(parents=True, exist_ok=True)
             for left_over in root.glob(".step-*"):
@@ -103,33 +101,30 @@ class CheckpointStore:
         write_model: Callable[[Path], None],
         best_step: int | None,
     ) -> None:
-        """Copies the state and returns; the files appear in the background. Waits for an earlier save first."""
-        self.wait()
-        partial = self.root / f".step-{step:08d}"
-        if self.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / MODEL).mkdir(parents=True)
-            (partial / TRAINER).write_text(json.dumps(trainer, indent=1))
-            (partial / RUN).write_text(run_json)
-            self._write_model(partial / MODEL, write_model)
-        dist.barrier(group=self.group)
-        future = begin_writing(tensors, partial / STATE, self.group, durable=True)
-        self._worker = threading.Thread(
-            target=self._finish, args=(step, partial, future, best_step), name=f"checkpoint-{step}", daemon=True
-        )
-        self._worker.start()
-        if not self.background:
-            self.wait()
+        """Copies the state aside and returns; the files appear in the background. Waits for an earlier save first.
 
-    def _write_model(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """A tokenizer takes long to write while all ranks wait, and does not change: later ones as the first was."""
-        if self._model is None:
-            write(folder)
-            self._model = {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        On a GPU the copy is still under way then: see `settle`.
+        """
+        self.wait()
+        if self.is_main and self._model is None:
+            self._model = _made_by(write_model)
+        small = {TRAINER: json.dumps(trainer, indent=1).encode(), RUN: run_json.encode()}
+        pending = self._writer.begin(tensors)
+        args = (step, pending, small, best_step)
+        if not pending.staged:
+            self._finish(*args)
+            self.wait()
             return
-        for name, content in self._model.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+        self._worker = threading.Thread(target=self._finish, args=args, name=f"checkpoint-{step}", daemon=True)
+        self._worker.start()
+
+    def settle(self) -> None:
+        """To be called before anything that was saved is changed: the device then waits for the copy, nobody else."""
+        self._writer.settle()
+
+    def notes(self) -> list[str]:
+        """What is to be told, once; this rank's."""
+        return self._writer.notes()
 
     def raise_if_failed(self) -> None:
         """Raises at once if the save in the background has failed, rather than at the next one; never waits."""
@@ -145,19 +140,18 @@ class CheckpointStore:
             failure, self._failure = self._failure, None
             raise SaveFailed(failure, dist.get_rank(self.group)) from failure
 
-    def _finish(self, step: int, partial: Path, future: Any, best_step: int | None) -> None:
+    def _finish(self, step: int, pending: Pending, small: dict[str, bytes], best_step: int | None) -> None:
+        partial = self.root / f".step-{step:08d}"
         try:
-            future.result()
-            rank = dist.get_rank(self.group)
-            mine = {f"{STATE}/{f.name}": digest_file(f) for f in (partial / STATE).glob(f"__{rank}_*")}
-            everyone: list[Any] | None = [None] * dist.get_world_size(self.group) if self.is_main else None
-            dist.gather_object(mine, everyone, group=self.group, group_dst=0)
             if self.is_main:
-                files = {name: entry for part in everyone or [] for name, entry in part.items()}
-                for file in partial.rglob("*"):
-                    name = str(file.relative_to(partial))
-                    if file.is_file() and name not in files:
-                        files[name] = digest_file(file)
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / STATE).mkdir(parents=True)
+            dist.barrier(group=self.group)
+            written = pending.write(partial / STATE)
+            if self.is_main:
+                files = {f"{STATE}/{name}": entry for part in written for name, entry in part.items()}
+                files |= self._write_small(partial, small)
+                files[f"{STATE}/.metadata"] = digest_file(partial / STATE / ".metadata")
                 write_manifest(partial, files)
                 target = step_folder(self.root, step)
                 shutil.rmtree(target, ignore_errors=True)
@@ -170,6 +164,22 @@ class CheckpointStore:
                 shutil.rmtree(partial, ignore_errors=True)  # where the disk is full it is in the way
             self._failure = failure
 
+    def _write_small(self, partial: Path, small: dict[str, bytes]) -> dict[str, tuple[int, str]]:
+        """What is beside the tensors. A tokenizer takes long to write and to hash, and does not change."""
+        (partial / MODEL).mkdir()
+        for name, content in small.items():
+            (partial / name).write_bytes(content)
+        files = {name: digest_file(partial / name) for name in small}
+        for name, (content, digest) in (self._model or {}).items():
+            file = partial / MODEL / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            files[f"{MODEL}/{name}"] = digest
+        return files
+
     def _prune(self, newest: Path, best_step: int | None) -> None:
         # Later steps are of a run that was given up, by resume=never or by going back to an earlier checkpoint.
         kept = set([p for p in list_checkpoints(self.root) if p <= newest][-self.keep :])
@@ -180,24 +190,13 @@ class CheckpointStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def begin_writing(
-    tensors: dict[str, Any],
-    folder: Path,
-    group: dist.ProcessGroup,
-    durable: bool,
-    stager: Callable[[dict[str, Any]], Any] = lambda _: None,
-) -> Any:
-    """Copies tensors (by PyTorch's own stager, unless given one) and returns a future of their being written."""
-    whole, rows = split_rows(_detached(tensors))
-    kind = BoundedWriter if rows else FileSystemWriter
-    writer = kind(folder, single_file_per_rank=True, sync_files=durable)
-    if not rows:
-        return async_save(whole, storage_writer=writer, process_group=group, async_stager=stager(whole))
-    # Copying what was offloaded, to write it later, would take the memory it was offloaded from.
-    save(whole, storage_writer=writer, planner=SaveRows(rows), process_group=group)
-    future: Any = Future()
-    future.set_result(None)
-    return future
+def _made_by(write: Callable[[Path], None]) -> dict[str, tuple[bytes, tuple[int, str]]]:
+    """What a function writes into a folder: by name the content, with its size and hash."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder)
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        return {str(file.relative_to(folder)): (file.read_bytes(), digest_file(file)) for file in files}
 
 
 def _detached(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def fit(parts: Parts) -> Outcome:
             elif copying:
                 copy(parts)
             parts.copies.done(position.step)
-            report.noted(parts.copies.notes())
+            report.noted([*parts.store.notes(), *parts.copies.notes()])
         report.noted(parts.spread.idle())
         parts.status.set("finishing the last checkpoint")
         parts.store.wait()

@@ -252,7 +252,12 @@ def build_parts(
             say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
     copies.began(position.step)
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
-    update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
+
+    def settle() -> None:
+        store.settle()
+        copies.settle()
+
+    update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, settle)
     loader = job.loader()
     objective = make_objective(job, world, sharded, apart, asked, say)
     meter = _meter(job, world, sharded, position, loader.names, objective.figures)

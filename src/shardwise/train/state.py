@@ -57,8 +57,8 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
         result: dict[str, Any] = {f"model.{n}": p for n, p in model.named_parameters()}
     else:
         result = {f"model.{n}": p for n, p in model.named_parameters(remove_duplicate=False) if n in kept}
-    persistent = set(model.state_dict().keys()) & (kept or set(model.state_dict().keys()))
-    result |= {f"model.{n}": b for n, b in model.named_buffers() if n in persistent}
+    persistent = model.state_dict().keys()
+    result |= {f"model.{n}": b for n, b in model.named_buffers() if n in persistent and (not kept or n in kept)}
     if isinstance(optimizer, OffloadedOptimizer):
         return result | entries(optimizer, model if kept is None else None)
     for name, parameter in sharded.parameters.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.checkpoint.rows import Rows, outline
-from shardwise.optim.codecs import part_name
+from shardwise.optim.codecs import columns, part_name
 from shardwise.optim.shards import local_of
 from shardwise.zero.master import join, split_
 from shardwise.zero.offload import OffloadedOptimizer
@@ -16,6 +17,7 @@ from shardwise.zero.pieces import Piece, Segment, at, overlaps
 from shardwise.zero.shelf import Shelf
 
 Segments = list[tuple[Piece, Segment]]
+JOINED = 4 << 20  # elements of a split master that are put together at a time: the device may be full
 
 
 def entries(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def entries(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> di
         for state in optimizer.rule.states:
             for part in segments[0][1].parts[state]:
                 key = f"optimizer.{name}.{part_name(state, part)}"
-                found[key] = _state(parameter, segments, state, part)
+                found[key] = _state(optimizer, parameter, segments, state, part)
     return found
 
 
@@ -55,7 +57,7 @@ def _frozen(shelf: Shelf, parameter: nn.Parameter) -> Rows:
 
     mine = tuple(local_of(parameter).shape)
     whole = outline(parameter, tuple(parameter.shape), mine, parameter.dtype)
-    return Rows(whole, lambda: shelf.view(parameter).cpu(), write)
+    return Rows(whole, lambda: [shelf.view(parameter)], write)
 
 
 def _segments(optimizer: OffloadedOptimizer) -> list[tuple[nn.Parameter, str, Segments]]:
@@ -73,12 +75,12 @@ def _step(optimizer: OffloadedOptimizer) -> Rows:
     def write(start: int, value: torch.Tensor) -> None:
         optimizer.steps = int(value)
 
-    return Rows(torch.zeros(()), lambda: torch.tensor(float(optimizer.steps)), write)
+    return Rows(torch.zeros(()), lambda: [torch.tensor(float(optimizer.steps))], write, optimizer.resident)
 
 
-def _state(parameter: nn.Parameter, segments: Segments, state: str, part: str) -> Rows:
-    def read() -> torch.Tensor:
-        return torch.cat([at(p.blob(), s.parts[state][part]).cpu() for p, s in segments])
+def _state(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments, state: str, part: str) -> Rows:
+    def parts() -> Iterator[torch.Tensor]:
+        return (at(p.blob(), s.parts[state][part]) for p, s in segments)
 
     def write(start: int, rows: torch.Tensor) -> None:
         for piece, segment, target, source in overlaps(segments, start, rows):
@@ -86,19 +88,24 @@ def _state(parameter: nn.Parameter, segments: Segments, state: str, part: str) -
 
     codec = segments[0][1].codecs[state]
     (whole, dtype), (mine, _) = codec.shapes(parameter.shape)[part], codec.shapes(local_of(parameter).shape)[part]
-    return Rows(outline(parameter, whole, mine, dtype), read, write)
+    return Rows(outline(parameter, whole, mine, dtype), parts, write, optimizer.resident)
 
 
 def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments) -> Rows:
     def home() -> torch.Tensor:
         return local_of(parameter) if optimizer.shelf is None else optimizer.shelf.view(parameter)
 
-    def read() -> torch.Tensor:
+    def parts() -> Iterator[torch.Tensor]:
         if not optimizer.split:
-            return home().cpu()
-        return torch.cat([
-            join(home()[s.start : s.stop].cpu(), at(p.blob(), s.low).cpu()) for p, s in segments
-        ])  # fmt: skip
+            yield home()
+            return
+        for piece, segment in segments:
+            high, low = home()[segment.start : segment.stop], at(piece.blob(), segment.low)
+            if optimizer.resident is None:
+                high, low = high.cpu(), low.cpu()
+            rows = max(1, JOINED // columns(high.shape))
+            for start in range(0, len(high), rows):
+                yield join(high[start : start + rows], low[start : start + rows])
 
     def write(start: int, rows: torch.Tensor) -> None:
         if not optimizer.split:
@@ -112,4 +119,5 @@ def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Se
             at(piece.blob(), segment.low)[target].copy_(low)
 
     mine = tuple(local_of(parameter).shape)
-    return Rows(outline(parameter, tuple(parameter.shape), mine, torch.float32), read, write)
+    whole = outline(parameter, tuple(parameter.shape), mine, torch.float32)
+    return Rows(whole, parts, write, optimizer.resident)

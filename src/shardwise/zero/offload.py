@@ -76,6 +76,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for made in self.pieces:
             for parameter in dict.fromkeys(s.parameter for s in made.segments):
                 self.of.setdefault(parameter, []).append(made)
+        self.resident = device if ratio == 0 and shelf is None else None  # where everything lies, if nothing is away
         self._house(ratio, disk)
         self._shelved = GradientShelf(self.pieces, device, shelf_disk) if (
             shelf is not None and (shelf_disk is not None or kind_of(device) == "cuda")) else None  # fmt: skip

@@ -35,10 +35,13 @@ class Update:
         clip: float | None,
         eager: float,
         accumulates: bool = True,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`settle` is called before anything changes: what is being saved may still be on its way to the host."""
         assert not (eager and (clip is not None or scaler.is_enabled())), "the config is checked before"
         self.sharded, self.optimizer, self.scaler, self.clip, self.eager = sharded, optimizer, scaler, clip, eager
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
+        self.settle = settle
         self._squares: list[torch.Tensor] = []
         if self._offloaded is not None:
             self._offloaded.attach(sharded, self._known if eager else None, accumulates, eager)
@@ -57,6 +60,7 @@ class Update:
 
         `allowed` is asked first, with the norm, whether to update at all.
         """
+        self.settle()
         norm = self._step(allowed)
         self.optimizer.zero_grad()
         self.sharded.updated()
@@ -83,7 +87,8 @@ class Update:
         return norm
 
     def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """A gradient is complete: for the norm."""
+        """A gradient is complete, and its parameter is updated next: for the norm."""
+        self.settle()
         self._squares.append(norm_of(local_of(gradient)).square())
 
     def _step_one(self, parameter: torch.Tensor) -> None:
