@@ -4,8 +4,9 @@
 
 Every run must end with the model of an undisturbed run, to the bit (where a step's data were left out on purpose: with
 a model and a record of what was left out), or with a message; and none may take longer than its limit. A run that ended
-with a message is started again by the same command, or the one that the message offers, as a user would. Links are cut
-between two hosts, network namespaces with an agent each (`shardwise node`), and mended after some seconds.
+with a message is started again by the same command, as a scheduler would: it passes over a damaged checkpoint where an
+earlier one is whole. Where none is, it is started afresh, as the message says. Links are cut between two hosts, network
+namespaces with an agent each (`shardwise node`), and mended after some seconds.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _one(folder: Path, number: int, plan: list[tuple[int, str]], reference: Path
         if process.returncode not in (1, 2, 143, -9) or (process.returncode in (1, 2) and "error: " not in err):
             outcome = f"BAD: code {process.returncode} without a message"
             break
-        offered = re.findall(r"to go on from it: (resume=\S+)\)", err)[:1]  # a new command on a damaged checkpoint
+        offered = re.findall(r"start afresh with (resume=never)", err)[:1]  # every checkpoint is damaged
         for kind in {kind for _, kind in plan} & set(MENDED):
             MENDED[kind](trial)
     else:
