@@ -135,7 +135,7 @@ def _line(connection: socket.socket, most: int, deadline: float) -> bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         data = connection.recv(min(65536, most + 1 - len(found)))
         if not data or len(found) + len(data) > most or time.monotonic() > deadline:
-            raise OSError("no line")
+            raise OSError("no answer")
         found += data
     return bytes(found)
 
