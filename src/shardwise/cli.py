@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ app = typer.Typer(
     epilog="Begin with [bold]shardwise demo[/bold], or write a RUN.yaml and run [bold]shardwise train RUN.yaml[/bold].",
 )
 
+GRACE = "How long ranks may take to save when they must stop, e.g. 90s or 10min."
 FIRST_WORD = 5.0  # seconds that the other ranks of a host leave the first to report a failure they share
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The description of the run.")]
@@ -140,6 +142,7 @@ def watch(
     "shardwise launch --cancel slurm:1234",
 ))  # fmt: skip
 def launch(
+    context: typer.Context,
     run_file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="The description of the run.")] = None,
     overrides: Overrides = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="As a Slurm job.")] = False,
@@ -172,29 +175,44 @@ def launch(
     address: Annotated[str | None, typer.Option(help="Of Ray's dashboard; for ssh: where the hosts meet.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where the hosts meet.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
-    grace: Annotated[int, typer.Option(min=1, help="Seconds that ranks have to save when they must stop.")] = 300,
+    grace: Annotated[str, typer.Option(metavar="TIME", help=GRACE)] = "5min",
 ) -> None:
     """Launch a run on several hosts: Slurm, ssh, Ray, Kubernetes or SkyPilot start `shardwise node` on each.
 
     Hosts may come and go between the least and the most; docs/launch.md tells how.
     """
     from shardwise.launch import command
+    from shardwise.launch.submission import parse_seconds
 
     if status is not None:
+        command.check_alone("--status", _given(context, "status", "address"))
         print(command.status(status, address))
         return
     if cancel is not None:
+        command.check_alone("--cancel", _given(context, "cancel", "address"))
         print(command.cancel(cancel, address))
         return
     if run_file is None:
         raise UserError("RUN.yaml", None, "is needed", "shardwise launch RUN.yaml --slurm --hosts 2")
     way = command.Ways(slurm, ray, k8s, sky, ssh).chosen()
+    command.check_options(way, context.params | {"time": time_})
     asked = command.prepare(
         run_file, overrides or [], hosts, ssh, env=env or [], time=time_, name=name, gpus=gpus, gpu=gpu, ranks=ranks,
         cpus=cpus, memory=memory, partition=partition, account=account, image=image, volume=volume,
-        lines=tuple(line or ()), address=address, port=port, restarts=restarts, grace=grace,
+        lines=tuple(line or ()), address=address, port=port, restarts=restarts,
+        grace=math.ceil(parse_seconds("--grace", grace, 1)),
     )  # fmt: skip
     raise typer.Exit(command.launch(way, asked, dry_run, follow))
+
+
+def _given(context: typer.Context, *but: str) -> list[str]:
+    """What the command line says besides: options as they are written, arguments by their name in the help."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in but:
+            found.append(parameter.opts[0] if parameter.param_type_name == "option" else str(parameter.metavar))
+    return found
 
 
 @app.command(epilog=_examples(
@@ -210,10 +228,16 @@ def node(
     ] = "127.0.0.1:29400",
     ranks: Annotated[int | None, typer.Option(min=1, help="Of this host; default: the run's, or one per GPU.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
-    grace: Annotated[float, typer.Option(min=1, help="Seconds that ranks have to save when they must stop.")] = 300,
-    patience: Annotated[float, typer.Option(min=3, help="Seconds of silence after which a host counts as lost.")] = 15,
-    last_call: Annotated[float, typer.Option(min=0, help="Seconds to wait for more hosts once there are enough.")] = 5,
-    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for enough hosts before giving up.")] = 1800,
+    grace: Annotated[str, typer.Option(metavar="TIME", help=GRACE)] = "5min",
+    patience: Annotated[
+        str, typer.Option(metavar="TIME", help="Silence after which a host counts as lost, e.g. 15s; at least 3s.")
+    ] = "15s",
+    last_call: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --hosts N:M, how long to wait for more than N; default 5s.")
+    ] = None,
+    wait: Annotated[
+        str, typer.Option(metavar="TIME", help="How long to wait for enough hosts, e.g. 30s, 10min or 2h.")
+    ] = "30min",
     name: Annotated[str | None, typer.Option(help="This host's name in logs.")] = None,
     id_: Annotated[str | None, typer.Option("--id", help="Keeps runs apart that meet at one place.")] = None,
     withdraw: Annotated[
@@ -230,10 +254,13 @@ def node(
     that share a token admit nobody else: `shardwise launch` makes one, by hand set it on all of them.
     """
     from shardwise.launch.node import Asked, run_node
+    from shardwise.launch.submission import parse_seconds
 
     asked = Asked(
-        hosts, meet, ranks, restarts, grace, patience, last_call, wait, name, id_, listen, withdraw, token_file
-    )
+        hosts, meet, ranks, restarts, parse_seconds("--grace", grace, 1), parse_seconds("--patience", patience, 3),
+        None if last_call is None else parse_seconds("--last-call", last_call), parse_seconds("--wait", wait, 1),
+        name, id_, listen, withdraw, token_file,
+    )  # fmt: skip
     raise typer.Exit(run_node(run_file, overrides or [], asked))
 
 

@@ -12,6 +12,7 @@ import torch
 from support import cli
 from support.meeting import Point, meeting_point
 
+from shardwise.apart import client as client_module
 from shardwise.apart.client import Client
 from shardwise.apart.codec import PART, Plan, encode
 from shardwise.apart.server import WORKER
@@ -87,6 +88,17 @@ def test_a_worker_is_told_what_is_wrong(tmp_path: Path) -> None:
         Client("127.0.0.1", point.port, "one", None, 0.2).join(PLAN, {}, "")
 
 
+def test_a_worker_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is there, or apart.meet is misspelt: it says so after some seconds, not only at the end."""
+    now, told = [0.0], list[str]()
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client_module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    with pytest.raises(RunFailed, match="could not be reached for 60 s"):
+        Client("nod-1.invalid", 29400, "one", None, 60.0, told.append).join(PLAN, {}, "")
+    assert len(told) == 3 and "apart.meet: nobody answers at nod-1.invalid:29400 (" in told[0]
+    assert "giving up after 1min (apart.patience)" in told[0]
+
+
 @pytest.mark.parametrize("words, said", [
     (("--host", "0.0.0.0"), "--token-env"),
     (("--token-env", "NOT_SET_ANYWHERE"), "holds no key"),
@@ -97,6 +109,8 @@ def test_a_worker_is_told_what_is_wrong(tmp_path: Path) -> None:
     (("--rate", "0"), "above 0"),
     (("--momentum", "1"), "below 1"),
     (("--wait", "soon"), "60s"),
+    (("--open",), "--open: is for listening elsewhere than here without a token, and --host 127.0.0.1 is here"),
+    (("--method", "fedavg", "--outer", "nesterov"), "is the same as sgd without momentum"),
     (("--state", "/dev/null/x"), "--state"),
 ])  # fmt: skip
 def test_mistakes(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

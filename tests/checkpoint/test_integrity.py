@@ -1,7 +1,8 @@
-"""Damage of any kind is found before anything is loaded, named, and answered with the previous good checkpoint."""
+"""Damage of any kind is found before anything is loaded, and named; a new command goes on from the one before."""
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.integrity import verify
 from shardwise.checkpoint.store import check_whole
 from shardwise.errors import UserError
+from shardwise.observe.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -106,22 +108,69 @@ def test_ranks_share_the_work(checkpoints: Path) -> None:
     assert sum(map(len, found)) == 1
 
 
-def test_the_command_refuses_and_the_offer_works(run_folder: Path, tmp_path: Path) -> None:
-    """Through the real command, on two ranks: exit code, message, nothing trained; the offered one goes on."""
+@pytest.fixture
+def command(run_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """RUN.yaml that goes on with a copy of the run to step 6 on two ranks, and its checkpoints."""
     run = tiny_run(
         run_folder, train__steps=6, checkpoint__every=2, parallel__zero=3, ranks=2, output=str(tmp_path / "out")
     )
     shutil.copytree(run_folder / "out", tmp_path / "out")
-    file = cli.write_run(tmp_path, run)
-    damaged = tmp_path / "out/checkpoints/step-00000004/state/__1_0.distcp"
-    data = bytearray(damaged.read_bytes())
+    return cli.write_run(tmp_path, run), tmp_path / "out/checkpoints"
+
+
+def flip(file: Path) -> Path:
+    data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
-    damaged.write_bytes(data)
-    code, _, err = cli.train(file)
-    assert code == 2 and str(damaged) in err and "Traceback" not in err
-    good = tmp_path / "out/checkpoints/step-00000002"
+    file.write_bytes(data)
+    return file
+
+
+def test_a_new_command_goes_on_from_the_one_before(command: tuple[Path, Path]) -> None:
+    """Through the real command: the damaged one is put aside, named on the terminal and in metrics.jsonl."""
+    file, checkpoints = command
+    bad = flip(checkpoints / "step-00000004/state/__1_0.distcp")
+    code, out, err = cli.train(file)
+    assert code == 0 and "Traceback" not in out + err, err
+    assert f"WARNING: the checkpoint step-00000004 is damaged: {bad} is damaged: its hash does not match" in out, out
+    said = "put aside as damaged-step-00000004; going on from step-00000002: 2 steps are lost and done again"
+    assert said in out and "(step 2)" in out, out
+    output = checkpoints.parent
+    assert list(cli.losses(output)) == [1, 2, 3, 4, 5, 6]
+    (record,) = [r for r in read_metrics(output / "metrics.jsonl") if r["kind"] == "damaged"]
+    assert record["checkpoint"] == "step-00000004" and record["from"] == "step-00000002"
+    assert record["step"] == 2 and record["lost_steps"] == 2 and str(bad) in record["files"][0]
+    assert verify(checkpoints / "damaged-step-00000004") and not verify(checkpoints / "step-00000004")
+
+
+def test_a_flipped_bit_does_not_make_it_another_runs(command: tuple[Path, Path]) -> None:
+    """What is looked at before the ranks start may itself be damaged: then its answer is worth nothing."""
+    file, checkpoints = command
+    trainer = checkpoints / "step-00000004/trainer.json"
+    values = json.loads(trainer.read_text())
+    trainer.write_text(json.dumps(values | {"data_fingerprint": "0" + values["data_fingerprint"][1:] + "0"}))
+    code, out, err = cli.train(file)
+    assert code == 0 and "step-00000004 is damaged" in out, out + err
+
+
+def test_one_that_is_named_is_meant(command: tuple[Path, Path]) -> None:
+    """Exit code, message, nothing trained, nothing renamed; and the one that the message offers goes on."""
+    file, checkpoints = command
+    bad = flip(checkpoints / "step-00000004/state/__1_0.distcp")
+    code, _, err = cli.train(file, f"resume={checkpoints}/step-00000004")
+    assert code == 2 and str(bad) in err and "Traceback" not in err
+    good = checkpoints / "step-00000002"
     assert f"resume={good}" in err
-    assert cli.steps_done(tmp_path / "out") == 4, "nothing was trained"
+    assert cli.steps_done(checkpoints.parent) == 4 and bad.is_file()
     code, _, err = cli.train(file, f"resume={good}")
     assert code == 0, err
-    assert sorted(cli.losses(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(cli.losses(checkpoints.parent)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_where_none_is_whole_it_ends(command: tuple[Path, Path]) -> None:
+    """And leaves them where they are: a file may be mended from elsewhere."""
+    file, checkpoints = command
+    first = flip(checkpoints / "step-00000002/state/__0_0.distcp")
+    bad = flip(checkpoints / "step-00000004/manifest.json")
+    code, _, err = cli.train(file)
+    assert code == 2 and str(bad) in err and "resume=never" in err and "more file" not in err, err
+    assert first.is_file() and bad.is_file() and cli.steps_done(checkpoints.parent) == 4

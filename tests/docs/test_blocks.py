@@ -169,3 +169,16 @@ def test_messages_of_the_troubleshooting_page_are_ours() -> None:
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
     parts = [part.strip() for text in quoted for part in re.split(r"…|\bN\b|SIG[A-Z]+|\bnan\b", text) if part.strip()]
     assert len(quoted) > 10 and [part for part in parts if part not in said] == []
+
+
+def test_every_setting_of_guard_is_told() -> None:
+    """In docs/survive.md with what it stands for, and by `shardwise config --schema` in words of the field."""
+    from shardwise.config.schema import Guard
+
+    page = (ROOT / "docs/survive.md").read_text().partition("## Numbers gone wrong")[2].partition("\n## ")[0]
+    for name in Guard.model_fields:
+        assert re.search(rf"^  {name}: \S+ +# ", page, re.M), name
+    for choice in ("stop", "skip", "back"):
+        assert f"| `{choice}` |" in page and f"{choice} = " in str(Guard.model_fields["nan"].description)
+    said = " ".join(str(field.description) for field in Guard.model_fields.values())
+    assert "NaN or infinite" in said and "standard deviations" in said and "bit for bit" in said

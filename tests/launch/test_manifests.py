@@ -15,6 +15,7 @@ from support.tiny import tiny_run
 
 from shardwise import cli as command_line
 from shardwise.errors import UserError
+from shardwise.launch.command import BELONGS
 from shardwise.launch.hosts import Hosts
 from shardwise.launch.kubernetes import Kubernetes
 from shardwise.launch.sky import Sky
@@ -206,6 +207,52 @@ def test_a_dry_run_of_each_way(
         said = capfd.readouterr().out
         assert told in said and "secret-value" not in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--ssh a,b --partition p", "--partition = 'p': belongs to --slurm and --k8s: --ssh can do nothing with it"),
+    ("--ssh a,b --account us", "--account = 'us': belongs to --slurm and --k8s"),
+    ("--ssh a,b --time 4h", "--time = '4h': belongs to --slurm and --k8s"),
+    ("--ssh a,b --cpus 8", "--cpus = 8: belongs to --slurm, --ray, --k8s and --sky"),
+    ("--ssh a,b --memory 64G", "--memory = '64G': belongs to --slurm, --k8s and --sky"),
+    ("--ssh a,b --image i", "--image = 'i': belongs to"),
+    ("--ssh a,b --name n", "--name = 'n': belongs to"),
+    ("--ssh a,b --line #SBATCH", "--line = '#SBATCH': belongs to --slurm: for --ssh it is a comment"),
+    ("--ray --gpu h100", "--gpu = 'h100': belongs to --slurm, --k8s and --sky: --ray"),
+    ("--slurm --volume c:/o", "--volume = 'c:/o': belongs to --k8s: --slurm"),
+    ("--slurm --address head", "--address = 'head': belongs to --ray and --ssh: --slurm"),
+    ("--slurm --gpu h100", "--gpu = 'h100': says which, and not how many"),
+    ("--sky --time 4h", "--time = '4h': belongs to --slurm and --k8s: --sky"),
+    ("--slurm --grace soon", "--grace = 'soon': expected a duration"),
+    ("--status slurm:1", "--status: does not go with RUN.yaml"),
+])  # fmt: skip
+def test_what_the_chosen_way_cannot_do_is_refused(
+    tmp_path: Path, words: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(cli.write_run(tmp_path / "run", tiny_run(tmp_path, output="out")))
+    monkeypatch.chdir(tmp_path)
+    assert shardwise(file, *words.split()) == 2
+    assert said in capfd.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--status slurm:1 --gpus 8", "--status: does not go with --gpus"),
+    ("--cancel slurm:1 --dry-run", "--cancel: does not go with --dry-run"),
+    ("--status slurm:1 --cancel slurm:1", "--status: does not go with --cancel"),
+    ("--status slurm:1 --address head", "--address = 'head': is of Ray's dashboard, and slurm:1 is not Ray's"),
+])  # fmt: skip
+def test_a_launched_run_is_asked_for_alone(words: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert shardwise(*words.split()) == 2 and said in capfd.readouterr().err
+
+
+def test_every_option_is_known_to_some_way() -> None:
+    """A new option of `launch` is listed here, or belongs to every way."""
+    import inspect
+
+    options = {name.rstrip("_") for name in inspect.signature(command_line.launch).parameters}
+    everywhere = {"run_file", "overrides", "context", "slurm", "ray", "k8s", "sky", "ssh", "hosts", "dry_run", "follow",
+                  "cancel", "status", "gpus", "ranks", "env", "line", "port", "restarts", "grace"}  # fmt: skip
+    assert options == everywhere | set(BELONGS)
 
 
 def test_times_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from support import cli
 from support.hosts import Agent
 from support.tiny import tiny_run
 
+from shardwise import cli as command_line
 from shardwise.config.load import load_run
 from shardwise.errors import UserError
+from shardwise.launch import node
 from shardwise.launch.group import _reason
 from shardwise.launch.hosts import Hosts, check_sizes, names_of, parse_hosts
 from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
@@ -99,11 +101,51 @@ def test_a_port_that_another_program_has_is_told(tmp_path: Path) -> None:
 
 
 def test_nobody_comes(tmp_path: Path) -> None:
+    """They say what they wait for, and in the end why they gave up."""
     file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
-    alone = Agent(file, "--hosts", "2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", "--wait", "2")
-    assert alone.finish(60) == 1 and "1 host came within 2 s, at least 2 are needed" in alone.text
-    lost = Agent(file, "--hosts", "2", "--meet", "192.0.2.1:29400", "--ranks", "1", "--wait", "2")
-    assert lost.finish(60) == 1 and "nobody could be reached at 192.0.2.1:29400" in lost.text
+    words = ("--hosts", "2", "--ranks", "1", "--wait", "7s", "--name", "me")
+    alone = Agent(file, *words, "--meet", f"127.0.0.1:{free_port()}")
+    lost = Agent(file, *words, "--meet", "192.0.2.1:29400")
+    misspelt = Agent(file, *words, "--meet", "nod-1.invalid:29400")
+    assert [agent.finish(90) for agent in (alone, lost, misspelt)] == [1, 1, 1]
+    assert "waiting for 1 more host to start the same command: 1 of 2 is there (me)" in alone.text
+    assert "1 host came within 7s, at least 2 are needed (--wait)" in alone.text
+    assert "nobody answers at 192.0.2.1:29400 (" in lost.text
+    assert "nobody could be reached at 192.0.2.1:29400 within 7s (--wait)" in lost.text
+    assert "nobody answers at nod-1.invalid:29400 (nod-1.invalid is not known here" in misspelt.text
+    assert "give every host the same --meet" in misspelt.text
+    for agent in (alone, lost, misspelt):
+        assert agent.text.count("giving up after 7s") == 1, "once in 7 seconds"
+
+
+@pytest.mark.parametrize("words, said", [
+    (("--wait", "soon"), "--wait = 'soon': expected a duration such as 200ms, 30s or 10min"),
+    (("--wait", "0.5s"), "--wait = '0.5s': must be at least 1s"),
+    (("--patience", "1"), "--patience = '1': must be at least 3s"),
+    (("--grace", "5 parsecs"), "--grace = '5 parsecs': unknown unit"),
+    (("--hosts", "2", "--last-call", "10s"), "--last-call = '10s': --hosts 2 starts as soon as all are there"),
+])  # fmt: skip
+def test_times_that_cannot_be_meant(
+    tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
+    with pytest.raises(SystemExit) as left:
+        command_line.main(["node", str(file), *words])
+    assert left.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_times_have_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere else; a number alone is seconds."""
+    seen: list[node.Asked] = []
+    monkeypatch.setattr(node, "run_node", lambda file, overrides, asked: seen.append(asked) or 0)
+    for words in (["--wait", "10min", "--grace", "90", "--patience", "1min", "--last-call", "500ms"], []):
+        with pytest.raises(SystemExit):
+            command_line.main(["node", "run.yaml", *words])
+    given, usual = seen
+    assert (given.wait, given.grace, given.patience, given.last_call) == (600, 90, 60, 0.5)
+    assert (usual.wait, usual.grace, usual.patience, usual.last_call) == (1800, 300, 15, None)
+    code, out, _ = cli.command("node", "--help")
+    assert code == 0 and "10min" in out and "30min" in out
 
 
 def test_the_reason_is_of_this_round(tmp_path: Path) -> None:

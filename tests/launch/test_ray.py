@@ -9,13 +9,48 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support import cli
 from support.tiny import tiny_run, tokenizer_folder
 
+from shardwise.errors import RunFailed
+from shardwise.launch import ray_jobs
 from shardwise.launch.link import free_port
+
+
+class Dashboard:
+    """Answers as Ray's does: with errors first, then well."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.asked = list(errors), 0
+
+    def get_job_status(self, identity: str) -> Any:
+        self.asked += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return SimpleNamespace(value="RUNNING")
+
+
+def test_a_cluster_that_has_just_been_started_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen with Ray 2.60: the dashboard answers some seconds before it has an agent for jobs."""
+    young = "Request failed with status code 500: No available agent to submit job, please try again later.."
+    dashboard = Dashboard(RuntimeError(young), RuntimeError(young))
+    monkeypatch.setattr(ray_jobs, "_connect", lambda _: dashboard)
+    monkeypatch.setattr(ray_jobs.time, "sleep", lambda _: None)
+    assert ray_jobs.RayJobs().status("x") == "running" and dashboard.asked == 3
+    assert capsys.readouterr().out.count("has just been started") == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Job x does not exist\nat all"), ConnectionError("refused")])
+def test_what_ray_refuses_is_told_in_words(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(ray_jobs, "_connect", lambda _: Dashboard(error))
+    with pytest.raises(RunFailed, match=f"Ray at http://head:1 did not do it: {str(error).splitlines()[0]}$"):
+        ray_jobs.RayJobs("http://head:1").status("x")
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,12 @@
 """Random faults over short runs of real processes, and what came of each: the table of docs/survive.md.
 
-    PYTHONPATH=src:tests python -m survive.chaos OUT.json [--faults 200] [--seed 0] [--folder FOLDER]
+    PYTHONPATH=src:tests python -m survive.chaos OUT.json [--faults 200] [--seed 0] [--folder FOLDER] [--together]
 
 Every run must end with the model of an undisturbed run, to the bit (where a step's data were left out on purpose: with
 a model and a record of what was left out), or with a message; and none may take longer than its limit. A run that ended
-with a message is started again by the same command, or the one that the message offers, as a user would. Links are cut
-between two hosts, network namespaces with an agent each (`shardwise node`), and mended after some seconds.
+with a message is started again by the same command, as a scheduler would: it passes over a damaged checkpoint where an
+earlier one is whole. Where none is, it is started afresh, as the message says. Links are cut between two hosts, network
+namespaces with an agent each (`shardwise node`), and mended after some seconds.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("chaos"))
+    parser.add_argument("--together", action="store_true", help="the newest checkpoint damaged as the command is ended")
     given = parser.parse_args()
-    entries = run(given.faults, given.seed, given.folder.absolute(), given.out)
+    entries = run(given.faults, given.seed, given.folder.absolute(), given.out, given.together)
     bad = [entry for entry in entries if entry.outcome.startswith("BAD")]
     print(table(entries))
     sys.exit(1 if bad else 0)
 
 
-def run(number: int, seed: int, folder: Path, out: Path | None = None) -> list[Entry]:
-    """So many faults, of kinds and at steps that the seed decides."""
+def run(number: int, seed: int, folder: Path, out: Path | None = None, together: bool = False) -> list[Entry]:
+    """So many faults, of kinds and at steps that the seed decides; `together`: each run a new command's own case."""
     choose, entries, trial = random.Random(seed), list[Entry](), 0
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pythons").mkdir(exist_ok=True)
@@ -90,19 +92,28 @@ def run(number: int, seed: int, folder: Path, out: Path | None = None) -> list[E
     assert code == 0, err
     while len(entries) < number:
         trial += 1
-        sort = choose.choices(["one", "links", "several"], weights=[30, 15, 55])[0]
-        if sort == "one":
-            kinds = [choose.choice(ALONE)]
-        elif sort == "links":
-            kinds = [LINK] * choose.randint(1, 3)
+        if together:
+            step = choose.randint(2 * EVERY + 1, STEPS - 6)
+            plan = [(step, choose.choice(DAMAGES)), (step, choose.choice(ENDS))]
         else:
-            kinds = choose.choices([kind for kind in KINDS if kind not in (*ALONE, LINK)], k=choose.randint(2, 4))
-        plan = sorted((choose.randint(2, STEPS - 3), kind) for kind in kinds[: number - len(entries)])
+            plan = _plan(choose)[: number - len(entries)]
         way = _links if plan[0][1] == LINK else _one
         entries += way(folder, trial, plan, reference.output, choose)
         if out is not None:
             out.write_text(json.dumps([asdict(entry) for entry in entries], indent=1))
     return entries
+
+
+def _plan(choose: random.Random) -> list[tuple[int, str]]:
+    """One run's faults: a step and a kind each."""
+    sort = choose.choices(["one", "links", "several"], weights=[30, 15, 55])[0]
+    if sort == "one":
+        kinds = [choose.choice(ALONE)]
+    elif sort == "links":
+        kinds = [LINK] * choose.randint(1, 3)
+    else:
+        kinds = choose.choices([kind for kind in KINDS if kind not in (*ALONE, LINK)], k=choose.randint(2, 4))
+    return sorted((choose.randint(2, STEPS - 3), kind) for kind in kinds)
 
 
 def table(entries: list[Entry]) -> str:
@@ -153,7 +164,7 @@ def _one(folder: Path, number: int, plan: list[tuple[int, str]], reference: Path
         if process.returncode not in (1, 2, 143, -9) or (process.returncode in (1, 2) and "error: " not in err):
             outcome = f"BAD: code {process.returncode} without a message"
             break
-        offered = re.findall(r"to go on from it: (resume=\S+)\)", err)[:1]  # a new command on a damaged checkpoint
+        offered = re.findall(r"start afresh with (resume=never)", err)[:1]  # every checkpoint is damaged
         for kind in {kind for _, kind in plan} & set(MENDED):
             MENDED[kind](trial)
     else:
@@ -303,6 +314,8 @@ KINDS: dict[str, Callable[[Trial, subprocess.Popen[str], random.Random], None]] 
     "SIGTERM": _preempt, "torn checkpoint": _damage(_tear), "flipped bit in a checkpoint": _damage(_flip),
     "disk full": _nothing, "nan": _nothing, "malformed row": _nothing, LINK: _nothing,
 }  # fmt: skip
+DAMAGES = ("torn checkpoint", "flipped bit in a checkpoint")
+ENDS = ("SIGTERM", "kill -9 of the launcher")  # before the run itself can put the checkpoint aside
 ALONE = ("disk full", "nan", "malformed row")  # they are set up before the start
 SETUPS: dict[str, Callable[[Trial, int], None]] = {"disk full": _full_disk, "nan": _nan, "malformed row": _malformed}
 CHANGES: dict[str, dict[str, Any]] = {"nan": {"guard__nan": "back"}}

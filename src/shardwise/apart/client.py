@@ -18,7 +18,9 @@ from urllib.parse import quote
 
 from shardwise.apart.codec import Plan
 from shardwise.apart.server import LONG_POLL, WORKER
+from shardwise.config.units import in_words
 from shardwise.errors import RunFailed, UserError
+from shardwise.launch.waiting import Waiting
 
 SLOWEST = 120.0  # seconds without a byte after which a connection is given up
 
@@ -56,8 +58,12 @@ class _Counting(http.client.HTTPConnection):
 class Client:
     """One worker's way to the meeting point."""
 
-    def __init__(self, host: str, port: int, name: str, token: str | None, patience: float) -> None:
+    def __init__(
+        self, host: str, port: int, name: str, token: str | None, patience: float,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self.host, self.port, self.name, self.patience = host, port, name, patience
+        self._tell, self._waiting = tell, Waiting()
         self._headers = {WORKER: quote(name)} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._open: _Counting | None = None
         self.bytes_sent = self.bytes_received = 0
@@ -161,10 +167,18 @@ class Client:
         began, pause = time.monotonic(), 0.1
         while True:
             try:
-                return self._once(method, path, body)
+                answer = self._once(method, path, body)
+                self._waiting.over()
+                return answer
             except (OSError, http.client.HTTPException) as error:
                 self.close()
-                if time.monotonic() - began > self.patience:
+                waited = time.monotonic() - began
+                if self._waiting.due("an answer"):
+                    self._tell(
+                        f"apart.meet: nobody answers at {self.host}:{self.port} ({error or type(error).__name__}); "
+                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} (apart.patience)"
+                    )
+                if waited > self.patience:
                     raise RunFailed(
                         f"the meeting point at {self.host}:{self.port} could not be reached for {self.patience:g} s "
                         f"({error or type(error).__name__})\n  → start it (shardwise meet), or raise apart.patience"

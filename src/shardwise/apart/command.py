@@ -48,6 +48,10 @@ def meet(options: Options) -> None:
         problem = "would let anyone on the network change the model"
         remedy = "set a token (--token-env NAME), or pass --open if that is what you want"
         raise UserError("--host", options.host, problem, remedy)
+    if options.open and (token is not None or is_loopback(options.host)):
+        problem = "is for listening elsewhere than here without a token, and "
+        problem += "there is one (--token-env)" if token is not None else f"--host {options.host} is here"
+        raise UserError("--open", None, problem, "leave it out")
     lock = _only_one(options.state.expanduser())
     listener = bind(options.host, options.port)
     try:
@@ -123,6 +127,9 @@ def rule_of(options: Options) -> Any:
         "momentum": options.momentum,
         "weight": options.weight,
     }
+    if options.outer == "nesterov" and not (options.momentum or METHODS[options.method].momentum):
+        remedy = "add e.g. --momentum 0.9, or leave --outer out"
+        raise UserError("--outer", options.outer, "is the same as sgd without momentum", remedy)
     rule = replace(METHODS[options.method], **{name: value for name, value in given.items() if value is not None})
     if not 0 < rule.rate < float("inf"):
         raise UserError("--rate", rule.rate, "must be above 0", "use e.g. 0.7; FedAvg has 1")

@@ -74,7 +74,7 @@ class Meeting(Alone):
             self._folder.mkdir(parents=True)
             host, port = split_address(settings.meet)
             name, token = name_of(settings, parts.job.output), token_of(settings)
-            self._client = Client(host, port, name, token, settings.patience)
+            self._client = Client(host, port, name, token, settings.patience, lambda text: print(text, flush=True))
         self._trained = Trained(parts)
         self._lost: list[torch.Tensor] = []  # by part, on the main rank: what rounding lost and is still to be sent
         self._finished = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 PREFIX = "step-"
+DAMAGED = "damaged-"  # before the name of a checkpoint that was put aside
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -26,3 +28,10 @@ def step_of(folder: Path) -> int | None:
 def newest_step(root: Path) -> int:
     """Of a run's checkpoints; -1 where there is none."""
     return max((step for folder in list_checkpoints(root) if (step := step_of(folder)) is not None), default=-1)
+
+
+def put_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint, so that none goes on from it and it can still be looked at; where it lies then."""
+    target = folder.with_name(f"{DAMAGED}{folder.name}")
+    shutil.rmtree(target, ignore_errors=True)  # the same step, damaged before: the last of them is kept
+    return folder.rename(target)

@@ -230,23 +230,36 @@ def choose_checkpoint(resume: str, root: Path) -> Path | None:
 
 def check_whole(folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Verifies every file, the ranks sharing the work; raises UserError that names the damage and offers a good one."""
+    if damage := damage_in(folder, group):
+        good = next((p for p in reversed(list_checkpoints(folder.parent)) if p < folder and not verify(p)), None)
+        raise refusal(folder, damage, good)
+
+
+def damage_in(folder: Path, group: dist.ProcessGroup | None = None) -> list[Damage]:
+    """What is not as it was written, the ranks sharing the work; every rank gets all of it."""
     share, shares = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     mine = verify(folder, share, shares)
     parts: list[Any] = [mine]
     if group is not None and shares > 1:
         parts = [None] * shares
         dist.all_gather_object(parts, mine, group=group)
-    damage: list[Damage] = [d for part in parts for d in part]
-    if not damage:
-        return
-    good = next((p for p in reversed(list_checkpoints(folder.parent)) if p < folder and not verify(p)), None)
+    return list(dict.fromkeys(damage for part in parts for damage in part))  # a bad manifest is found by each rank
+
+
+def refusal(folder: Path, damage: list[Damage], good: Path | None) -> UserError:
+    """That a checkpoint is not loaded, why, and which could be."""
     remedy = (
         f"the previous good one is {good} (to go on from it: resume={good})"
         if good
         else "no earlier good one is left: start afresh with resume=never"
     )
-    more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
-    raise UserError("checkpoint", str(folder), f"{damage[0]}{more}; it was not loaded", remedy)
+    return UserError("checkpoint", str(folder), f"{in_words(damage)}; it was not loaded", remedy)
+
+
+def in_words(damage: list[Damage]) -> str:
+    """The first file and what is wrong with it; of others how many."""
+    more = len(damage) - 1
+    return f"{damage[0]}" + (f" (and {more} more file{'s' * (more > 1)})" if more else "")
 
 
 def _names(folders: list[Path]) -> str:

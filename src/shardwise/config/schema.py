@@ -531,23 +531,29 @@ class Export(Section):
 
 
 class Guard(Section):
-    """What happens when numbers go wrong."""
+    """What to do about NaN, spikes of the loss, and memory whose bits change by themselves."""
 
     nan: Literal["stop", "skip", "back"] = Field(
         default="stop",
-        description="a loss or gradient that is no number: stop = end the run, skip = leave that update out, back = "
-        "go on from the last checkpoint without the sequences since",
+        description="when the loss or the gradient is NaN or infinite: stop = end the run; skip = train on without "
+        "that step's update; back = restart from the last checkpoint on disk and leave out the data from there to the "
+        "bad step",
     )
     spike: float | None = Field(
-        default=None, gt=0, description="a loss so many times the recent spread above the recent mean is a leap, e.g. 8"
+        default=None,
+        gt=0,
+        description="a loss that lies more than so many standard deviations above the mean of the recent steps is a "
+        "spike, e.g. 8; none = spikes are not looked for",
     )
-    on_spike: Literal["stop", "skip", "back"] = Field(default="back", description="what to do about a leap")
-    window: Count = Field(default=100, description="steps that mean and spread are of")
-    most: Whole = Field(default=10, ge=0, description="how often a run may skip or go back before it ends")
+    on_spike: Literal["stop", "skip", "back"] = Field(
+        default="back", description="what to do about a spike: stop, skip or back, as for nan; without spike no effect"
+    )
+    window: Count = Field(default=100, description="how many recent steps the mean and the deviation are taken over")
+    most: Whole = Field(default=10, ge=0, description="end the run after so many skips and restarts by nan and spike")
     checksum: Count | None = Field(
         default=None,
-        description="steps between comparisons of replicated weights and states, bit for bit, e.g. 500: silent "
-        "corruption of memory or computing ends the run",
+        description="every so many steps, e.g. 500, compare the weights and states that several ranks hold copies of, "
+        "bit for bit; a difference (faulty memory or device) ends the run and names the rank",
     )
 
     @property
@@ -676,7 +682,7 @@ class Run(Section):
         description="how often a run that lost a rank (killed, stalled, cut off) is started again by itself from its "
         "last checkpoint, counted anew with each one",
     )
-    guard: Guard = Field(default=Guard(), description="what happens when numbers go wrong")
+    guard: Guard = Field(default=Guard(), description="what to do about NaN, loss spikes and flipped bits")
     apart: ApartOrNot = Field(
         default=None,
         description="train apart from other workers and meet them every some steps: HOST:PORT of the meeting point, or "

@@ -82,6 +82,14 @@ def parse_duration(value: Any) -> Any:
     return value
 
 
+def in_words(seconds: float) -> str:
+    """A duration as people write it: 45s, 30min, 1.5h."""
+    for unit in ("d", "h", "min"):
+        if seconds >= _TIME[unit] and seconds % (_TIME[unit] / 2) == 0:
+            return f"{seconds / _TIME[unit]:g}{unit}"
+    return f"{seconds:g}s" if seconds >= 1 or not seconds else f"{seconds * 1e3:g}ms"
+
+
 def _guard(value: str, what: str) -> tuple[float, str]:
     try:
         return _split(value)

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from shardwise.config.schema import Run
 
 WAYS = ("slurm", "ray", "k8s", "sky")
+# The ways that can do something with an option; those that all can are not named.
+BELONGS = {
+    "gpu": ("slurm", "k8s", "sky"), "cpus": ("slurm", "ray", "k8s", "sky"), "memory": ("slurm", "k8s", "sky"),
+    "time": ("slurm", "k8s"), "partition": ("slurm", "k8s"), "account": ("slurm", "k8s"), "volume": ("k8s",),
+    "image": ("slurm", "k8s", "sky"), "name": ("slurm", "ray", "k8s", "sky"), "address": ("ray", "ssh"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,37 @@ def cancel(identity: str, address: str | None = None) -> str:
 def find(identity: str, option: str, address: str | None = None) -> tuple[Backend, str]:
     """`slurm:123` as it was printed when it was submitted."""
     way, colon, name = identity.partition(":")
+    if way in WAYS and way != "ray" and address is not None:
+        raise UserError("--address", address, f"is of Ray's dashboard, and {identity} is not Ray's", "leave it out")
     if way not in WAYS or not colon or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise UserError(option, identity, "is no launched run", "write it as `shardwise launch` did, e.g. slurm:123")
     return backend(way, address), name
+
+
+def check_options(way: str, given: Mapping[str, object]) -> None:
+    """Refuses what the chosen way would pass over in silence; `given`: options by name, None where not given."""
+    for name, ways in BELONGS.items():
+        if given.get(name) is not None and way not in ways:
+            whose = f"belongs to {_listed(ways)}: --{way} can do nothing with it"
+            raise UserError(f"--{name}", given[name], whose, "leave it out")
+    lines = given.get("line") or ()
+    assert isinstance(lines, list | tuple)
+    for line in lines:
+        if line.startswith("#SBATCH") and way != "slurm":
+            problem = f"belongs to --slurm: for --{way} it is a comment"
+            raise UserError("--line", line, problem, "leave it out")
+    if way == "slurm" and given.get("gpu") is not None and given.get("gpus") is None:
+        raise UserError("--gpu", given["gpu"], "says which, and not how many", "add e.g. --gpus 8")
+
+
+def check_alone(option: str, given: Sequence[str]) -> None:
+    """--status and --cancel are about a run that was launched; whatever else is given would be passed over."""
+    if given:
+        raise UserError(option, None, f"does not go with {given[0]}", f"leave {given[0]} out")
+
+
+def _listed(ways: Sequence[str]) -> str:
+    return " and ".join([", ".join(f"--{way}" for way in ways[:-1])] * (len(ways) > 1) + [f"--{ways[-1]}"])
 
 
 def prepare(run_file: Path, overrides: list[str], hosts: str, ssh: str | None, **options: object) -> Submission:

@@ -77,6 +77,7 @@ class Line:
         self._place = place
         self._address: str | None = None
         self._known = False  # whether a keeper of this run has answered
+        self.trouble = ""  # why nobody could be asked the last time
 
     def ask(self, report: Report) -> Answer | None:
         """Reports to the keeper; None if it cannot be reached."""
@@ -86,13 +87,20 @@ class Line:
                 self._address = str(found[0][4][0])
             values = self._exchange(self._address, {"run": self._place.run, "report": asdict(report)})
             if values is None:
+                self.trouble = STRANGER
                 return None
             self._known = True
             if "refused" in values:
                 raise self._mistake(str(values["refused"]), "use a port of its own for each run")
-            return Answer(**values | {"seats": tuple(Seat(**seat) for seat in values["seats"])})
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
+            seats = tuple(Seat(**seat) for seat in values["seats"])
+            return Answer(**values | {"seats": seats, "there": tuple(str(name) for name in values["there"])})
+        except socket.gaierror as error:
+            self.trouble = f"{self._place.host} is not known here: {error.strerror}"
+        except OSError as error:
+            self.trouble = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self.trouble = "what answers there is no meeting of hosts"
+        return None
 
     def _exchange(self, address: str, message: dict[str, Any]) -> dict[str, Any] | None:
         token, deadline = self._place.token, time.monotonic() + WAIT
@@ -127,7 +135,7 @@ def _line(connection: socket.socket, most: int, deadline: float) -> bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         data = connection.recv(min(65536, most + 1 - len(found)))
         if not data or len(found) + len(data) > most or time.monotonic() > deadline:
-            raise OSError("no line")
+            raise OSError("no answer")
         found += data
     return bytes(found)
 

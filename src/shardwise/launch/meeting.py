@@ -82,7 +82,8 @@ class Answer:
     seats: tuple[Seat, ...] = ()
     code: int = 0
     words: str = ""
-    there: int = 0  # hosts that have come, for those that wait
+    there: tuple[str, ...] = ()  # hosts that have come, by name, for those that wait
+    training: int = 0  # hosts of the round that runs without the one that asks
     alone: bool = False  # the end is this host's, and the others go on
 
     def as_json(self) -> dict[str, Any]:
@@ -249,4 +250,5 @@ class Meeting:
             return Answer(self._breaking or "run", self.round, self.seats)
         if member and self._breaking is None and report.round < self.round:
             return Answer("run", self.round, self.seats)
-        return Answer("wait", self.round, there=len(self._hosts))
+        names = tuple(entry.report.name for entry in self._hosts.values())
+        return Answer("wait", self.round, there=names, training=0 if member else len(self.seats))

@@ -28,14 +28,18 @@ from typing import Any
 
 from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.host_copies import HOST_VARIABLE, forget_copies, newest_copy
+from shardwise.config.units import in_words
 from shardwise.errors import UserError
+from shardwise.launch import waiting
 from shardwise.launch.group import Ended, Group, Plan
 from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
 from shardwise.launch.meeting import Answer, Meeting, Report, Rules, Seat
 from shardwise.launch.token import HOW, take_token
+from shardwise.launch.waiting import Waiting
 
 TICK, BEAT = 0.1, 1.0  # seconds between looks at the ranks, and between reports
 SHARED = 8.0  # seconds for another host's file to appear in the output folder
+LAST_CALL = 5.0  # seconds to wait for more hosts once there are enough, unless told
 GOODBYE = 10.0  # seconds that a finished host tries to hear that all others have finished too
 
 
@@ -63,7 +67,7 @@ class Asked:
     restarts: int = 3
     grace: float = 300.0
     patience: float = 15.0
-    last_call: float = 5.0
+    last_call: float | None = None
     wait: float = 1800.0
     name: str | None = None
     id: str | None = None
@@ -87,6 +91,7 @@ class Node:
         self._reached, self._idle, self._asked_at = now, now, now
         self._withdrawn = False
         self._silent = False  # whether it was told that nobody can be reached
+        self._waiting = Waiting()
 
     def run(self) -> int:
         """Until the run ends; the exit code."""
@@ -164,9 +169,11 @@ class Node:
             self._group.kill()
             self._say(f"nobody can be reached for {gone:.0f} s: ranks ended; trying to meet the others again")
             self._silent, self._idle = True, now
-        elif self._group is None and now - max(self._idle, self._reached) > self._settings.wait:
-            self._fail(f"nobody could be reached at {place.host}:{place.port} within {self._settings.wait:g} s")
+        elif self._group is None and (waited := now - max(self._idle, self._reached)) > self._settings.wait:
+            self._fail(waiting.gave_up(place, self._line.trouble, self._settings.wait))
             return 1
+        elif self._group is None and self._keeper is None and self._waiting.due("nobody"):
+            self._say(waiting.nobody(place, self._line.trouble, waited, self._settings.wait))
         return None
 
     def _obey(self, answer: Answer) -> int | None:
@@ -182,11 +189,14 @@ class Node:
         elif answer.order == "end":
             self._tell_end(answer)
             return answer.code
-        elif self._keeper is not None and time.monotonic() - self._idle > self._settings.wait:
-            least = self._settings.rules.least
-            came = f"{answer.there} host{'s' * (answer.there != 1)} came"
-            words = f"{came} within {self._settings.wait:g} s, at least {least} are needed (--wait)"
-            self._report = replace(self._report, state="leaving", code=1, words=words)
+        elif answer.order == "wait":
+            rules, wait, waited = self._settings.rules, self._settings.wait, time.monotonic() - self._idle
+            keeps = self._keeper is not None
+            if keeps and waited > wait:
+                words = waiting.too_few(answer, rules, wait)
+                self._report = replace(self._report, state="leaving", code=1, words=words)
+            elif self._report.state == "waiting" and self._waiting.due((answer.there, answer.training)):
+                self._say(waiting.for_others(answer, rules, self._settings.place, waited, wait if keeps else None))
         return None
 
     def _start(self, answer: Answer) -> None:
@@ -201,6 +211,7 @@ class Node:
             return
         others = [seat for index, seat in enumerate(seats) if index != place]
         interface = interface_towards(others[0].address if others else seats[0].address)
+        self._waiting.over()
         self._group = Group(self._plan, answer.round, seats, place, interface)
         self._report = replace(self._report, state="running", round=answer.round, code=0, words="")
         ranks = sum(seat.ranks for seat in seats)
@@ -307,8 +318,12 @@ def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
     name = asked.name or name_here()
     if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
         raise UserError("--name", name, "is no name of a host", "use up to 200 letters, digits, - and .")
+    if asked.last_call is not None and hosts.least == hosts.most:
+        problem = f"--hosts {hosts} starts as soon as all are there, so nobody is waited for then"
+        raise UserError("--last-call", in_words(asked.last_call), problem, "leave it out, or allow more: --hosts N:M")
+    last_call = LAST_CALL if asked.last_call is None else asked.last_call
     place = Place.parse(asked.meet, asked.id or str(output), token)
-    rules = Rules(hosts.least, hosts.most, asked.patience, asked.last_call, asked.restarts)
+    rules = Rules(hosts.least, hosts.most, asked.patience, last_call, asked.restarts)
     settings = Settings(name, place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw)
     arguments = ("train", str(run_file), *overrides)
     env = {HOST_VARIABLE: settings.name}

@@ -6,12 +6,15 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.launch.submission import HERE, Submission
 
 ADDRESS = "http://127.0.0.1:8265"  # where Ray's dashboard is, unless RAY_ADDRESS or --address says so
+YOUNG = "No available agent"  # Ray's words while a cluster that was just started cannot take jobs yet
+READY = 60.0  # seconds that it is given
 
 
 class RayJobs:
@@ -19,6 +22,7 @@ class RayJobs:
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
+        self._client: Any = None
 
     def text(self, asked: Submission) -> str:
         if asked.passed:
@@ -36,37 +40,64 @@ class RayJobs:
     def submit(self, asked: Submission, text: str) -> str:
         # Without this Ray kills the driver 3 s after it was asked to stop, and nothing is saved.
         env = {"RAY_JOB_STOP_WAIT_TIME_S": str(asked.grace + 30)}
-        client = _client(self._address)
         identity = f"{asked.name}-{int(time.time())}"
-        client.submit_job(entrypoint=text.strip(), submission_id=identity, runtime_env={"env_vars": env})
+        self._ask(
+            lambda ray: ray.submit_job(entrypoint=text.strip(), submission_id=identity, runtime_env={"env_vars": env})
+        )
         return identity
 
     def follow(self, identity: str, asked: Submission) -> int:
-        client, shown = _client(self._address), 0
+        shown = 0
         while True:
-            status = str(client.get_job_status(identity).value)
-            log = client.get_job_logs(identity)
+            status = self.status(identity)
+            log = self._ask(lambda ray: ray.get_job_logs(identity))
             print(log[shown:], end="", flush=True)
             shown = len(log)
-            if status in ("SUCCEEDED", "FAILED", "STOPPED"):
-                print(f"ray:{identity} has ended: {status.lower()}", flush=True)
-                return 0 if status == "SUCCEEDED" else 1
+            if status in ("succeeded", "failed", "stopped"):
+                print(f"ray:{identity} has ended: {status}", flush=True)
+                return 0 if status == "succeeded" else 1
             time.sleep(1)
 
     def cancel(self, identity: str) -> None:
-        _client(self._address).stop_job(identity)
+        self._ask(lambda ray: ray.stop_job(identity))
 
     def status(self, identity: str) -> str:
-        return str(_client(self._address).get_job_status(identity).value).lower()
+        return str(self._ask(lambda ray: ray.get_job_status(identity)).value).lower()
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Asks the dashboard; its refusal is the user's to read."""
+        address, deadline, told = _address(self._address), time.monotonic() + READY, False
+        while True:
+            try:
+                return question(self._found(address))
+            except (OSError, RuntimeError) as error:  # requests' errors are the one, Ray's answers the other
+                if YOUNG not in str(error) or time.monotonic() > deadline:
+                    raise RunFailed(f"Ray at {address} did not do it: {_first_line(error)}") from None
+                if not told:
+                    print(f"Ray at {address} has just been started; waiting until it takes jobs", flush=True)
+                told = True
+                time.sleep(1)
+
+    def _found(self, address: str) -> Any:
+        if self._client is None:
+            self._client = _connect(address)
+        return self._client
 
 
-def _client(address: str | None) -> Any:
+def _address(given: str | None) -> str:
+    return given or os.environ.get("RAY_ADDRESS") or ADDRESS
+
+
+def _connect(address: str) -> Any:
     try:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise UserError("--ray", None, "Ray is not installed here", "pip install 'shardwise[ray]'") from None
-    address = address or os.environ.get("RAY_ADDRESS") or ADDRESS
     try:
         return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError) as error:
-        raise RunFailed(f"Ray cannot be reached at {address}: {str(error).splitlines()[0]}") from None
+    except (OSError, RuntimeError) as error:
+        raise RunFailed(f"Ray cannot be reached at {address}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

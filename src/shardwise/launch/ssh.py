@@ -17,7 +17,7 @@ import time
 from types import FrameType
 
 from shardwise.errors import UserError
-from shardwise.launch.submission import HERE, INSTALLED, PORT, Submission, tool
+from shardwise.launch.submission import HERE, PORT, Submission, tool
 from shardwise.launch.token import VARIABLE, make_token
 
 BROKEN = 255  # ssh's own exit code for a connection that it could not make or lost
@@ -32,9 +32,8 @@ def commands(asked: Submission) -> dict[str, list[str]]:
     place = f"[{first}]" if ":" in first else first
     found = {}
     for host in asked.ssh:
-        program = HERE if asked.image is None else INSTALLED
         name = host.rpartition("@")[2]
-        node = asked.node(program, "--name", name, "--meet", f"{place}:{asked.port or PORT}", "--listen")
+        node = asked.node(HERE, "--name", name, "--meet", f"{place}:{asked.port or PORT}", "--listen")
         # Values that must not be seen come through the connection: a command line is for all to read.
         secrets = [f"IFS= read -r {one} && export {one}" for one in (*asked.passed, VARIABLE)]
         steps = [f"cd {shlex.quote(str(asked.folder))}", *secrets, *asked.exports(), *asked.lines, f"exec {node}"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwise.config.units import in_words, parse_duration
 from shardwise.errors import RunFailed, UserError
 from shardwise.launch.hosts import Hosts
 
@@ -115,6 +116,18 @@ def parse_minutes(text: str | None) -> int | None:
     if minutes < 1:
         raise UserError("--time", text, "is no time", "write e.g. 90min, 4h, 2d or 04:00:00")
     return minutes
+
+
+def parse_seconds(option: str, text: str, least: float = 0.0) -> float:
+    """`30s`, `10min`, `1h`; a number alone is seconds."""
+    remedy = "write e.g. 30s, 10min or 1h"
+    try:
+        seconds = float(parse_duration(text))
+    except ValueError as error:
+        raise UserError(option, text, str(error), remedy) from None
+    if not seconds >= least:
+        raise UserError(option, text, f"must be at least {in_words(least)}", remedy)
+    return seconds
 
 
 def single_line(option: str, text: str) -> str:

@@ -7,17 +7,14 @@ from the one before.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.checkpoint.folders import list_checkpoints, newest_step
+from shardwise.checkpoint.folders import list_checkpoints, newest_step, put_aside
 from shardwise.checkpoint.host_copies import newest_copy
 from shardwise.checkpoint.integrity import verify
 from shardwise.errors import RunFailed
 from shardwise.train.job import Job
-
-DAMAGED = "damaged-"
 
 
 class Lost(RunFailed):
@@ -39,7 +36,7 @@ class Restarts:
 
     def after(self, failure: Lost) -> tuple[Job, str]:
         """The job to start next and what to tell of it; raises the failure where there is to be no other start."""
-        put_aside = aside(self._root)
+        damaged = aside(self._root)
         newest, copy = self._newest(), newest_copy(self._job.output)
         if (newest, copy) != self._known:
             self._known, self._spent = (newest, copy), 0
@@ -58,7 +55,7 @@ class Restarts:
             place = newest[0]
         elif job.run.resume != "never" and newest is not None:
             place = newest[0] if job.run.resume == "auto" else job.run.resume
-        told = "".join(f"\n  {name} is damaged and was put aside" for name in put_aside)
+        told = "".join(f"\n  {name} is damaged and was put aside" for name in damaged)
         seen = "\n".join(line for line in str(failure).splitlines() if not line.startswith("  →"))
         number = f" ({self._spent} of {self._most})" if counted else ""
         return job, f"{seen}{told}\n  starting again from {place}{number}"
@@ -74,9 +71,7 @@ def aside(root: Path) -> list[str]:
     for folder in reversed(list_checkpoints(root)):
         if not verify(folder):
             break
-        target = root / f"{DAMAGED}{folder.name}"
-        shutil.rmtree(target, ignore_errors=True)  # the same step, damaged before: the last of them is kept
-        folder.rename(target)
+        put_aside(folder)
         names.append(folder.name)
     return names
 

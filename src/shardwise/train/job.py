@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from shardwise.data.prepare import Prepared, Tell, prepare_data
 from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.data.rows import row_layout
 from shardwise.data.taught import TaughtLayout
+from shardwise.errors import UserError
 from shardwise.models.adapt import adapt_model, labels_of, padding_id
 from shardwise.models.source import ModelSource, find_model
 from shardwise.models.teacher import Teacher, find_teacher
@@ -167,13 +167,25 @@ def prepare_job(
 def _check_resume(job: Job) -> None:
     """A checkpoint that cannot be gone on from is told before any process starts; its files are hashed by the ranks."""
     from shardwise.adapters.describe import check_same_method
+    from shardwise.checkpoint.integrity import verify
     from shardwise.checkpoint.store import check_same_data, choose_checkpoint
 
     folder = choose_checkpoint(job.run.resume, job.output / "checkpoints")
-    with contextlib.suppress(OSError, ValueError):  # damaged: the ranks will find and name it
-        if folder is not None:
-            check_same_data(folder, job.data.fingerprint)
-            check_same_method(folder, job.run)
+    if folder is None:
+        return
+    try:
+        check_same_data(folder, job.data.fingerprint)
+        check_same_method(folder, job.run)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # damaged: the ranks will find and name it, and may go on from an earlier one
+        pass
+    except UserError:
+        if not verify(folder):  # else a flipped bit makes it look like another run's
+            raise
 
 
 def write_job(job: Job, file: Path) -> None:

@@ -44,6 +44,8 @@ class Report:
             tables = Tables(Path(run.log.csv).expanduser()) if run.log.csv else None
             self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
             self._file.truncate_after(parts.position.step)
+            for record in parts.damaged:
+                self._file.append(record)
             self._progress = Progress(total, parts.position.step, run.log.refresh)
             self._trackers = Trackers(
                 openers_of(run.log.trackers), parts.job.output, run.model_dump(mode="json"), parts.position.step

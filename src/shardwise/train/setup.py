@@ -19,9 +19,8 @@ from shardwise.adapters.apply import apply_method
 from shardwise.adapters.fill import fill_adapters
 from shardwise.adapters.layers import multiply_bases_in_float8
 from shardwise.checkpoint.copies import Copies, NoCopies
-from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.rows import Rows
-from shardwise.checkpoint.store import CheckpointStore, choose_checkpoint, set_aside
+from shardwise.checkpoint.store import CheckpointStore, set_aside
 from shardwise.config.methods import Full
 from shardwise.config.resolve import purpose_of
 from shardwise.config.schema import Run
@@ -50,6 +49,7 @@ from shardwise.parallel.trial import tiny_case
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
 from shardwise.train.meter import Meter
+from shardwise.train.resume import find_start, records, told
 from shardwise.train.selfcheck import Undivided, Whole, check_decoder, check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
@@ -90,6 +90,7 @@ class Parts:
     spread: Spread
     timer: Timer = OFF
     copies: Copies | NoCopies = field(default_factory=NoCopies)
+    damaged: list[dict[str, Any]] = field(default_factory=list)  # checkpoints that were put aside, as records
 
 
 def build_model(
@@ -235,12 +236,14 @@ def build_parts(
         set_aside(job.output)
     store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.background, world.checkpoint)
     position = Position()
-    folder, reader, place = choose_checkpoint(run.resume, root), None, ""
-    if run.resume == "auto" and (found := copies.find(beyond=newest_step(root))) is not None:
-        folder, reader, place = found.folder, copies.reader(found), f"the copy of step {found.step} in memory"
+    status.set("resuming")
+    start = find_start(run.resume, root, copies, world.control)
+    folder, place, damaged = start.folder, start.place, list[dict[str, Any]]()
     if folder is not None:
-        status.set("resuming")
-        position = restore(folder, sharded, optimizer, job.data.fingerprint, world.control, world.checkpoint, reader)
+        position = restore(folder, sharded, optimizer, job.data.fingerprint, world.checkpoint, start.reader)
+        damaged = records(start, position.step)
+        for line in told(start, position.step):
+            say(line)
         if position.scaler:
             scaler.load_state_dict(position.scaler)
         steps = run.train.steps or 0
@@ -264,7 +267,7 @@ def build_parts(
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
         job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
-        position, meter, status, spread, timer, copies,
+        position, meter, status, spread, timer, copies, damaged,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.adapters.export import write_adapter_config
 from shardwise.checkpoint.safe import SafeReader
-from shardwise.checkpoint.store import check_same_data, check_whole, load_tensors, read_trainer
+from shardwise.checkpoint.store import check_same_data, load_tensors, read_trainer
 from shardwise.data.fingerprint import write_fingerprint
 from shardwise.models.build import class_name
 from shardwise.zero.entries import entries
@@ -110,13 +110,10 @@ def restore(
     sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     fingerprint: str,
-    control: Any,
     group: Any,
     reader: SafeReader | None = None,
 ) -> Position:
-    """Reads a checkpoint into the parts; refuses damage, another model, other data. `reader`: of a verified copy."""
-    if reader is None:
-        check_whole(folder, control)
+    """Reads a verified checkpoint into the parts; refuses another model, other data. `reader`: of a copy in memory."""
     check_same_data(folder, fingerprint)
     values = read_trainer(folder)
     values.pop("data_fingerprint")
