@@ -45,7 +45,7 @@ class _Plan:
 
     outline: list[tuple[Any, ...]]
     items: list[WriteItem]
-    stages: bool  # whether there is the memory to copy it aside
+    stages: bool  # whether it is to be copied aside, and there is the memory for it
     index: Metadata | None
 
 
@@ -76,12 +76,12 @@ class StateWriter:
         known = torch.tensor(self._plan is not None and self._plan.outline == outline)
         dist.all_reduce(known, op=dist.ReduceOp.MIN, group=self._group)
         if self._plan is None or not known:
-            self._plan = self._make_plan(whole, outline)
+            self._plan = self._make_plan(whole, outline, all(one.device is not None for one in rows.values()))
         plan = self._plan
         flat = (
             flatten_state_dict(whole)[0] if any(isinstance(v, dict | list | tuple) for v in whole.values()) else whole
         )
-        if not plan.stages or any(one.device is None for one in rows.values()):
+        if not plan.stages:
             found = ((item, _data(item, flat, rows)) for item in plan.items)
             return Pending(False, lambda folder: self._write(plan, folder, found))
         places = [*(one.device for one in rows.values()), *(v.device for v in flat.values() if hasattr(v, "device"))]
@@ -106,7 +106,7 @@ class StateWriter:
         notes, self._notes = self._notes, []
         return notes
 
-    def _make_plan(self, whole: dict[str, Any], outline: list[tuple[Any, ...]]) -> _Plan:
+    def _make_plan(self, whole: dict[str, Any], outline: list[tuple[Any, ...]], resident: bool) -> _Plan:
         planner = DefaultSavePlanner()
         index: Metadata | None = None
 
@@ -120,7 +120,7 @@ class StateWriter:
             return divided
 
         items = planner.finish_plan(self._ranks.reduce_scatter("plan", mine, divide)).items
-        return _Plan(outline, items, self._background and self._has_room(items), index)
+        return _Plan(outline, items, self._background and resident and self._has_room(items), index)
 
     def _has_room(self, items: list[WriteItem]) -> bool:
         """Whether copies of all that is to be written take no more than half of what each host has left."""
