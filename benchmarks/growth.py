@@ -1,6 +1,7 @@
 """How time and memory of a step grow with the length of a sequence and the size of a model.
 
     python benchmarks/growth.py measure OUT.json [lengths|sizes]     on the machine with the GPU
+    python benchmarks/growth.py memory OUT.json                      the same for points that lack it, by two steps each
     python benchmarks/growth.py plot OUT.json OUT.svg                beside what the planner foresees
 
 Lengths: Llama 1B, full, recomputed, one sequence of 1K to 128K tokens. Sizes: 0.1B to 32B, LoRA over a base in fp8, two
@@ -57,31 +58,36 @@ def resolved(name: str, length: int, more: dict[str, Any]) -> dict[str, Any]:
                            "data": RUN["data"] | {"sequence_length": length}}  # fmt: skip
 
 
-def measure(out: Path, rows: list[str]) -> None:
-    """All in one process, each point compiled for itself."""
+def measure(out: Path, rows: list[str], timed: bool = True) -> None:
+    """All in one process, each point compiled for itself; not `timed`: memory alone, where that is not known."""
     import torch
 
     found = json.loads(out.read_text()) if out.exists() else {}
     world: Any = None
     for row in rows:
         for name, length, more in points(row):
+            known = found.setdefault(row, {}).get(f"{name} {length}", {})
+            if not timed and "memory" in known:
+                continue
             begun = time.perf_counter()
             torch._dynamo.reset()
             gc.collect()  # compiled code held the last point's weights
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            world, seconds = steps_of(name, length, more, world)
-            kept = {"seconds": seconds, "memory": torch.cuda.max_memory_allocated(),
-                    "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                    "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-            found.setdefault(row, {})[f"{name} {length}"] = kept
+            world, seconds = steps_of(name, length, more, world, 7 if timed else 2)
+            kept = known if not timed else {
+                "seconds": seconds, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                "date": time.strftime("%Y-%m-%d"),
+            }  # fmt: skip
+            kept["memory"] = torch.cuda.max_memory_allocated()
+            found[row][f"{name} {length}"] = kept
             out.write_text(json.dumps(found, indent=1))
             took = time.perf_counter() - begun
-            print(row, name, length, kept["seconds"], kept["memory"], f"{took:.0f} s", flush=True)
+            print(row, name, length, kept.get("seconds"), kept["memory"], f"{took:.0f} s", flush=True)
 
 
-def steps_of(name: str, length: int, more: dict[str, Any], world: Any) -> tuple[Any, float]:
-    """The median of some steps, after two to warm up."""
+def steps_of(name: str, length: int, more: dict[str, Any], world: Any, steps: int) -> tuple[Any, float]:
+    """The median of some steps, after two to warm up (with no more than two: their median)."""
     import torch
 
     from shardwise.config.schema import Run
@@ -100,7 +106,7 @@ def steps_of(name: str, length: int, more: dict[str, Any], world: Any) -> tuple[
     for micro in batch.micro_batches:
         micro.input_ids.random_(0, 128000)
         micro.labels.random_(0, 128000)
-    for number in range(7):
+    for number in range(steps):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         take_step(parts, batch)
@@ -108,7 +114,7 @@ def steps_of(name: str, length: int, more: dict[str, Any], world: Any) -> tuple[
         taken.append(time.perf_counter() - begun)
         if number > 3 and sum(taken[2:]) > 8:
             break
-    return world, statistics.median(taken[2:])
+    return world, statistics.median(taken[2:] or taken)
 
 
 def arithmetic(name: str, length: int, row: str) -> float:
@@ -196,7 +202,7 @@ def drawing(panels: list[tuple[str, dict[str, list[tuple[float, float]]]]], wide
 
 if __name__ == "__main__":
     what, file, *rest = sys.argv[1:]
-    if what == "measure":
-        measure(Path(file), rest or ["lengths", "sizes"])
+    if what in ("measure", "memory"):
+        measure(Path(file), rest or ["lengths", "sizes"], what == "measure")
     else:
         plot(Path(file), Path(rest[0]))

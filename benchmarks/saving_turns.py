@@ -6,7 +6,7 @@ A llama from scratch (436M parameters, 5.2 GB of state) takes steps of Shardwise
 blocks of `--every` steps alternate, one of each begins with a save. As in the loop, the device has done all it was
 asked for when the save begins. Besides: how long the save call held the training thread, how long the same copy takes
 when it is waited for, and whether the files were written within the block (else the next save would wait for them).
-Needs torch, transformers and this package, no data and no network. About 90 s on an H200, and twice 5.2 GB of disk.
+Needs torch, transformers and this package, no data and no network. About 80 s on an H200, and twice 5.2 GB of disk.
 
 On a CPU, with all threads on one core, the processor's time is what counts, and other work on the machine does not
 change it much (11M parameters, 134 MB; the figure to look at is that of a save alone):
@@ -120,7 +120,7 @@ def main() -> None:
         training = Training(asked, Path(name))
         training.block(3, saving=False)
         first = training.block(3, saving=True)  # takes the memory
-        alone = [training.alone() for _ in range(7)]
+        alone = [training.alone() for _ in range(3)]
         copied, each = (statistics.median(one[part] for one in alone) for part in (0, 1))
         turns = [("with", "without"), ("without", "with")]
         pairs = [

@@ -262,7 +262,8 @@ def build_parts(
 
     update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, settle)
     loader = job.loader()
-    objective = make_objective(job, world, sharded, apart, asked, say)
+    with as_written(run.compiled):
+        objective = make_objective(job, world, sharded, apart, asked, say)
     meter = _meter(job, world, sharded, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(
