@@ -13,8 +13,7 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.launch.submission import HERE, Submission
 
 ADDRESS = "http://127.0.0.1:8265"  # where Ray's dashboard is, unless RAY_ADDRESS or --address says so
-YOUNG = "No available agent"  # Ray's words while a cluster that was just started cannot take jobs yet
-READY = 60.0  # seconds that it is given
+NO_AGENT = "No available agent"  # Ray's words, after it has waited itself
 
 
 class RayJobs:
@@ -66,17 +65,17 @@ class RayJobs:
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """Asks the dashboard; its refusal is the user's to read."""
-        address, deadline, told = _address(self._address), time.monotonic() + READY, False
-        while True:
-            try:
-                return question(self._found(address))
-            except (OSError, RuntimeError) as error:  # requests' errors are the one, Ray's answers the other
-                if YOUNG not in str(error) or time.monotonic() > deadline:
-                    raise RunFailed(f"Ray at {address} did not do it: {_first_line(error)}") from None
-                if not told:
-                    print(f"Ray at {address} has just been started; waiting until it takes jobs", flush=True)
-                told = True
-                time.sleep(1)
+        address = _address(self._address)
+        try:
+            return question(self._found(address))
+        except (OSError, RuntimeError) as error:  # requests' errors are the one, Ray's answers the other
+            words = f"Ray at {address} did not do it: {_first_line(error)}"
+            if NO_AGENT in words:  # seen where a second cluster on one machine found the agent's port taken
+                words += (
+                    "\n  → see dashboard_agent.log on the head: its port (ray start --dashboard-agent-listen-port) "
+                )
+                words += "may be taken"
+            raise RunFailed(words) from None
 
     def _found(self, address: str) -> Any:
         if self._client is None:
