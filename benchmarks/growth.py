@@ -27,6 +27,7 @@ SHAPES = {
     "0.1B": (768, 2048, 6, 8), "0.4B": (1024, 4096, 16, 8), "1B": (2048, 8192, 16, 16), "3B": (3072, 8192, 28, 24),
     "8B": (4096, 14336, 32, 32), "14B": (5120, 13824, 48, 40), "32B": (5120, 27648, 64, 40),
 }  # fmt: skip
+TITLES = {"lengths": "Llama 1B, full, by tokens", "sizes": "LoRA over fp8, 2 × 4,096 tokens, by parameters"}
 LENGTHS = [1024 << n for n in range(8)]
 RUN: dict[str, Any] = {
     "data": {"train": "none"}, "objective": "causal", "precision": "bf16", "compile": True, "ranks": 1,
@@ -162,13 +163,13 @@ def plot(file: Path, out: Path) -> None:
                     lines[panel].setdefault(kind, []).append((x, y))
             print(f"{row} {key}: {measured[key]['seconds']:.3f} s, formula {work[key] / rate:.3f}, foreseen "
                   f"{seconds:.3f}; {(held or 0) / 2**30:.1f} GiB, foreseen {peak / 2**30:.1f}")  # fmt: skip
-        panels += [(f"{row}: {panel}", kinds) for panel, kinds in lines.items()]
+        panels += [(f"{TITLES[row]}: {panel}", kinds) for panel, kinds in lines.items()]
     out.write_text(drawing(panels))
 
 
 def drawing(panels: list[tuple[str, dict[str, list[tuple[float, float]]]]], wide: int = 420, high: int = 300) -> str:
     """Log-log panels, two in a row, as SVG."""
-    from math import ceil, floor, log10
+    from math import log10
 
     colours = {"measured": "#1f6feb", "formula": "#8b949e", "foreseen": "#d29922"}
     parts = []
@@ -185,17 +186,18 @@ def drawing(panels: list[tuple[str, dict[str, list[tuple[float, float]]]]], wide
 
         parts.append(f'<text x="{left}" y="{top - 12}" font-weight="bold">{title}</text>')
         parts.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="none" stroke="#8b949e"/>')
-        for power in range(ceil(log10(low[1])), floor(log10(most[1])) + 1):
-            y = top + (1 - (power - log10(low[1])) / span[1]) * high
-            parts.append(f'<text x="{left - 8}" y="{y + 4:.0f}" text-anchor="end">{10.0**power:g}</text>')
-        for x in (low[0], most[0]):
-            place = at((x, low[1])).split(",")[0]
-            parts.append(f'<text x="{place}" y="{top + high + 18}" text-anchor="middle">{x:,.3g}</text>')
+        marks = [digit * 10.0**power for power in range(-4, 4) for digit in (1, 2, 3, 5)]
+        for mark in (one for one in marks if low[1] <= one <= most[1]):
+            y = top + (1 - (log10(mark) - log10(low[1])) / span[1]) * high
+            parts.append(f'<text x="{left - 8}" y="{y + 4:.0f}" text-anchor="end">{mark:g}</text>')
+        for x in sorted({point[0] for point in every}):
+            place, told = at((x, low[1])).split(",")[0], f"{x / 1e9:g}B" if x >= 1e8 else f"{x / 1024:g}K"
+            parts.append(f'<text x="{place}" y="{top + high + 18}" text-anchor="middle">{told}</text>')
         for row, (kind, line) in enumerate(kinds.items()):
             path = " ".join(at(point) for point in line)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colours[kind]}" stroke-width="2"/>')
             parts.append(f'<text x="{left + 10}" y="{top + 20 + 16 * row}" fill="{colours[kind]}">{kind}</text>')
-    size = f'width="{2 * wide + 160}" height="{(len(panels) + 1) // 2 * (high + 80) + 20}"'
+    size = f'width="{2 * wide + 180}" height="{(len(panels) + 1) // 2 * (high + 80) + 20}"'
     style = 'font-family="sans-serif" font-size="12" style="background:white"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>\n'
 
