@@ -25,7 +25,7 @@ def setup(app: object) -> None:
     pages = HERE / "pages"
     shutil.rmtree(pages, ignore_errors=True)
     pages.mkdir()
-    for page in (HERE.parent).glob("*.md"):
+    for page in (*HERE.parent.glob("*.md"), *HERE.parent.glob("*.svg")):
         shutil.copy(page, pages)
     shutil.copytree(HERE.parent / "pictures", pages / "pictures")
     (pages / "config.md").write_text(reference.config_page())
