@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,29 @@ def test_rehearsed(compile: bool) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"recompute": "none"}, "no block is computed again"), ({"parallel": {"tensor": 2}}, "does not go with tensor"),
-     ({"recompute": "auto"}, "answers by itself")],
+     ({"recompute": "auto"}, "answers by itself"), ({"attention": "plain"}, "attention is plain"),
+     ({"objective": "masked"}, "causal models")],
 )  # fmt: skip
 def test_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         first_clash(Run.model_validate(a_run("llama", **({"recompute_attention": False} | more))))
 
 
-def test_refused_where_it_would_have_no_effect(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, recompute="full", recompute_attention=False, attention="plain")
-    code, _, said = cli.train(cli.write_run(tmp_path, run))
-    assert code != 0 and "recompute_attention" in said and "Traceback" not in said
+def test_unpacked_rows_are_refused() -> None:
+    data = BASE["data"] | {"packing": False}
+    with pytest.raises(UserError, match="packed rows"):
+        first_clash(Run.model_validate(a_run("llama", recompute_attention=False, data=data)))
+
+
+@pytest.mark.parametrize(("rows", "said"), [("short", True), ("long", False)])
+def test_a_run_says_if_nothing_was_kept(rows: str, said: bool, tmp_path: Path) -> None:
+    """As with rows of many short documents."""
+    texts = [f"word {n} " * (1 if rows == "short" else 400) for n in range(40)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run = tiny_run(
+        tmp_path, recompute="full", recompute_attention=False, train__steps=1, train__batch_size=1,
+        data__train=str(tmp_path / "text.jsonl"), data__sequence_length=64, export={"check": False},
+    )  # fmt: skip
+    code, out, err = cli.train(cli.write_run(tmp_path, run))
+    assert code == 0, err
+    assert ("kept nothing" in " ".join(out.split())) is said, out

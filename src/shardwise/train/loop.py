@@ -142,7 +142,7 @@ def fit(parts: Parts) -> Outcome:
                 copy(parts)
             parts.copies.done(position.step)
             report.noted([*parts.store.notes(), *parts.copies.notes()])
-        report.noted(parts.spread.idle())
+        report.noted([*parts.spread.idle(), *parts.sharded.idle()])
         parts.status.set("finishing the last checkpoint")
         parts.store.wait()
         parts.copies.close()

@@ -127,8 +127,7 @@ def build_model(
         small = case.model().float()
         tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compiled)
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model, world.device)
-    if run.recompute == "full":
-        recompute_blocks(run, blocks[: run.recompute_blocks], timer)
+    kept = recompute_blocks(run, blocks[: run.recompute_blocks], timer) if run.recompute == "full" else None
     if run.compiled:
         failures: list[str] = []
         for _, block in blocks:  # inside of the hooks of sharding and recomputation
@@ -149,6 +148,7 @@ def build_model(
     model.train()
     sharded = ShardedModel(model, run.parallel.zero, world.mesh)
     sharded.kept, sharded.lookup = adapted.kept, lookup
+    sharded.idle = kept.idle if kept is not None else list
     if run.parallel.beyond_data:
         spread.take(sharded)
     install_collectives(sharded, run.parallel, world, run.timeout, float8_gathers(run, world.mesh.size(1)))
@@ -156,7 +156,7 @@ def build_model(
     return sharded, spread
 
 
-def recompute_blocks(run: Run, blocks: list[tuple[str, Any]], timer: Timer) -> None:
+def recompute_blocks(run: Run, blocks: list[tuple[str, Any]], timer: Timer) -> KeptAttention | None:
     """Keeps of blocks what the run says: inputs, or one in several, and what attention made; here or on the host."""
     inputs = BlockInputs(None, host=True, timer=timer) if run.offload.activations == "cpu" else None
     leaving = len(blocks[: run.offload.activation_blocks]) if inputs is not None else 0
@@ -168,6 +168,7 @@ def recompute_blocks(run: Run, blocks: list[tuple[str, Any]], timer: Timer) -> N
         inputs.attach(blocks[: leaving : run.recompute_group])
     if run.recompute_group > 1:
         keep_one_of(blocks, run.recompute_group, inputs, kept)
+    return kept
 
 
 def only_looked_up(model: Any) -> int:
@@ -223,8 +224,10 @@ def build_parts(
     with explain_divided(given(run.parallel).bucket), as_written(run.compiled):
         apart = check_documents(asked, vocabulary, job, asked.device, say)
     if not (apart or run.recompute_attention):
-        problem = "is for causal models in packed rows, whose attention is computed by us; this run's is not"
-        raise UserError("recompute_attention", False, problem, "leave it out, or set data.packing: true")
+        problem = "keeps what our own attention made, but this model's or this objective's is another"
+        raise UserError("recompute_attention", False, problem, "leave it out")
+    if not run.recompute_attention:
+        say("attention of recomputed blocks is kept, in rows that are one document")
     if apart and spread.tiny is not None:
         install(model)
     if spread.context is not None:

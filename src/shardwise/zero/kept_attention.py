@@ -11,7 +11,7 @@ repetition in backward: they share what was kept. Within them the operator of ke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class KeptAttention:
 
     def __init__(self) -> None:
         self.last: Calls | None = None  # of the block that was computed last
+        self.found = False  # whether anything was ever kept
 
     def around(self, block: nn.Module, inputs: BlockInputs | None) -> Any:
         """The `context_fn` for a block's recomputation; its modules are told to attend by the operator."""
@@ -33,10 +34,21 @@ class KeptAttention:
             module.keeps_attention = True  # type: ignore[assignment]  # asked for in models/attention.py
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            if not torch.is_grad_enabled():
+                return nullcontext(), nullcontext()
+            self.found = self.found or (self.last is not None and bool(self.last.made))
             self.last = calls = Calls(inputs)
             return remembering(_First(calls)), calls.again(last=True)
 
         return contexts
+
+    def idle(self) -> list[str]:
+        """What is to be told at the end, if it was asked for in vain."""
+        if self.found or self.last is None or self.last.made:
+            return []
+        return [
+            "recompute_attention: false kept nothing: no row was one document, or this model's attention is its own"
+        ]
 
 
 class Calls:

@@ -53,6 +53,7 @@ class ShardedModel:
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.kept: frozenset[str] | None = None  # tensors that a checkpoint must hold; None = all
         self.lookup = 0  # parameters that a token only looks up, for the count of its arithmetic
+        self.idle: Callable[[], list[str]] = list  # what was asked for in vain, to be told at the end
         self.last = True  # whether the optimizer steps after the micro-batch under way
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []

@@ -171,6 +171,8 @@ SOME_BLOCKS = _hidden("offload.activation_blocks", "offload.activation_blocks", 
 SOME_RECOMPUTED = _hidden("recompute_blocks", "recompute_blocks", 1, _given, company={"recompute": "full"})
 GROUPS = _hidden("recompute_group", "recompute_group", 2, lambda size: size > 1, company={"recompute": "full"})
 KEPT_ATTENTION = _hidden("recompute_attention: false", "recompute_attention", False, company={"recompute": "full"})
+PLAIN_ATTENTION = _hidden("attention: plain", "attention", "plain")
+UNPACKED = _hidden("packing: false", "data.packing", False)
 NO_ACTIVATIONS = _hidden("offload.activations: none", "offload.activations", "none")
 NO_FP8 = _hidden("fp8: none", "fp8.recipe", "none")
 KEPT_16 = _hidden("fp8.keep", "fp8.keep", ("down_proj",), bool)
