@@ -140,6 +140,6 @@ def test_a_run_says_if_nothing_was_kept(rows: str, said: bool, tmp_path: Path) -
         tmp_path, recompute="full", recompute_attention=False, train__steps=1, train__batch_size=1,
         data__train=str(tmp_path / "text.jsonl"), data__sequence_length=64, export={"check": False},
     )  # fmt: skip
-    code, out, err = cli.train(cli.write_run(tmp_path, run))
+    code, out, err = cli.train(cli.write_run(tmp_path, run), env={"SHARDWISE_PROGRESS": "plain"})
     assert code == 0, err
     assert ("kept nothing" in " ".join(out.split())) is said, out
