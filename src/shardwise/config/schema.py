@@ -637,7 +637,7 @@ class Run(Section):
     )
     recompute_attention: bool = Field(
         default=True,
-        description="false = of recomputed blocks keep what attention made as well, where a row is one document: as "
+        description="false = of recomputed blocks keep what attention made as well, where one document fills a row: as "
         "much again as block inputs take, for a fifth less time at 100K tokens and more",
     )
     tile: Count | None = Field(

@@ -203,9 +203,10 @@ def _in_long_kernel(
     """Whether the operator of ours computes this, for a sequence so long that its heads are taken a few at a time, or
     because what it makes is to be kept (zero/kept_attention.py), by kernels that take this."""
     keeps = getattr(module, "keeps_attention", False)
-    same = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    same = query.shape[-1] == value.shape[-1]
     if kind_of(query) != "cuda":
         return keeps and same and dropout == 0.0
+    same = same and query.shape[-1] % 8 == 0
     return (keeps or is_long(query)) and same and _kernel_takes(query, key, value, mask, dropout)
 
 
