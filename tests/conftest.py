@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["SHARDWISE_CACHE"] = str(cache)
     os.environ["SHARDWISE_PROGRESS"] = "off"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A process group of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +14,6 @@ from support.starts import checkpoint, chosen
 from shardwise.checkpoint.copies import NoCopies
 from shardwise.errors import UserError
 from shardwise.train.resume import find_start, records, told
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 class Memory(NoCopies):

@@ -25,15 +25,6 @@ from shardwise.checkpoint.store import CheckpointStore, check_whole, load_tensor
 from shardwise.checkpoint.writing import StateWriter
 
 
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
-
-
 def many_kinds() -> dict[str, torch.Tensor]:
     kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
     made = {str(kind): (torch.randn(5, 7) * 9).to(kind) for kind in [*kinds, torch.float8_e4m3fn]}
