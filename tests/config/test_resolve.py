@@ -260,7 +260,7 @@ def test_resume_must_name_a_checkpoint(tmp_path: Path) -> None:
         ((), Machine(1, ranks=1, compiles=False), False, "C compiler"),
         (("compile=true", "train.steps=3"), Machine(1, ranks=1), True, ""),
         (("compile=false",), Machine(1, ranks=1), False, ""),
-        (("device=cpu",), Machine(0, ranks=1), False, "for GPUs"),
+        (("device=cpu",), Machine(0, ranks=1), False, ""),
     ],
 )
 def test_what_is_compiled(overrides: tuple[str, ...], machine: Machine, compiled: bool, why: str) -> None:

@@ -190,10 +190,10 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
         result.put("precision", "fp16", "the GPU has no bf16")
 
 
-def compile_here(run: Run, machine: Machine) -> tuple[bool, str]:
+def compile_here(run: Run, machine: Machine) -> tuple[bool, str | None]:
     """Whether a run's blocks are compiled where that is left open, and why."""
     if run.device != "cuda":
-        return False, "it is for GPUs"
+        return False, None
     if not machine.compiles:
         return False, "Triton or a C compiler is missing here"
     if run.train.steps is not None and run.train.steps < WORTH_COMPILING:
