@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 
+BASE: dict[str, Any] = {
+    "data": {"train": "none", "sequence_length": 128}, "objective": "causal", "precision": "fp32", "device": "cpu",
+    "ranks": 1, "backend": "gloo", "recompute": "full", "parallel": {"zero": 2},
+    "train": {"batch_size": 4, "micro_batch_size": 2, "steps": 2},
+}  # fmt: skip
+
 
 def gradients(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of the same weights and tokens, for each of several runs."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.groups import gradients
+from support.groups import BASE, gradients
 from support.ranks import run_ranks
 from support.tiny import GPT2, LLAMA, QWEN3_MOE
 
@@ -18,11 +18,6 @@ from shardwise.rehearse.step import rehearse
 from shardwise.rehearse.tally import tally_of
 
 LONG = 1 << 15
-BASE: dict[str, Any] = {
-    "data": {"train": "none", "sequence_length": 128}, "objective": "causal", "precision": "fp32", "device": "cpu",
-    "ranks": 1, "backend": "gloo", "recompute": "full", "parallel": {"zero": 2},
-    "train": {"batch_size": 4, "micro_batch_size": 2, "steps": 2},
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA | {"num_hidden_layers": 5}, "experts": QWEN3_MOE,
     "dropout": GPT2 | {"n_layer": 5, "resid_pdrop": 0.2, "attn_pdrop": 0.1},

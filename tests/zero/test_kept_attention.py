@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import cli
-from support.groups import gradients
+from support.groups import BASE, gradients
 from support.ranks import run_ranks
 from support.tiny import GPT2, LLAMA, tiny_run
 
@@ -21,11 +21,6 @@ from shardwise.rehearse.step import rehearse
 from shardwise.rehearse.tally import tally_of
 
 LONG = 1 << 15
-BASE: dict[str, Any] = {
-    "data": {"train": "none", "sequence_length": 128}, "objective": "causal", "precision": "fp32", "device": "cpu",
-    "ranks": 1, "backend": "gloo", "recompute": "full", "parallel": {"zero": 2},
-    "train": {"batch_size": 4, "micro_batch_size": 2, "steps": 2},
-}  # fmt: skip
 MODELS = {
     "llama": LLAMA | {"num_hidden_layers": 5, "hidden_size": 64},
     "gpt2": GPT2 | {"n_layer": 5, "n_embd": 64, "resid_pdrop": 0.2},
