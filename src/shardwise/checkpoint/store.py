@@ -231,8 +231,9 @@ def choose_checkpoint(resume: str, root: Path) -> Path | None:
 def check_whole(folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Verifies every file, the ranks sharing the work; raises UserError that names the damage and offers a good one."""
     if damage := damage_in(folder, group):
-        good = next((p for p in reversed(list_checkpoints(folder.parent)) if p < folder and not verify(p)), None)
-        raise refusal(folder, damage, good)
+        others = [p for p in reversed(list_checkpoints(folder.parent)) if p != folder]
+        ordered = sorted(others, key=lambda p: p > folder)  # those before it first, of them the newest
+        raise refusal(folder, damage, next((p for p in ordered if not verify(p)), None))
 
 
 def damage_in(folder: Path, group: dist.ProcessGroup | None = None) -> list[Damage]:
@@ -249,9 +250,9 @@ def damage_in(folder: Path, group: dist.ProcessGroup | None = None) -> list[Dama
 def refusal(folder: Path, damage: list[Damage], good: Path | None) -> UserError:
     """That a checkpoint is not loaded, why, and which could be."""
     remedy = (
-        f"the previous good one is {good} (to go on from it: resume={good})"
+        f"the {'previous' if good < folder else 'next'} good one is {good} (for a run to go on from it: resume={good})"
         if good
-        else "no earlier good one is left: start afresh with resume=never"
+        else "no good one is left beside it: a run can start afresh with resume=never, which keeps these files aside"
     )
     return UserError("checkpoint", str(folder), f"{in_words(damage)}; it was not loaded", remedy)
 

@@ -713,8 +713,9 @@ class Run(Section):
 
     @property
     def computes_in(self) -> str:
-        """The precision in words."""
-        return self.precision + ("" if self.fp8.recipe == "none" else f" with fp8 ({self.fp8.recipe})")
+        """The precision in words, and whether blocks are compiled."""
+        fp8 = "" if self.fp8.recipe == "none" else f" with fp8 ({self.fp8.recipe})"
+        return f"{self.precision}{fp8}{', compiled' * self.compiled}"
 
     @property
     def compiled(self) -> bool:

@@ -122,7 +122,9 @@ class Node:
 
     def _loop(self) -> int:
         place, heard_at = self._settings.place, -BEAT
-        self._say(f"meeting {self._settings.rules.least} or more hosts at {place.host}:{place.port}")
+        rules = self._settings.rules
+        more = "" if rules.most == rules.least else " or more"
+        self._say(f"meeting {rules.least}{more} hosts at {place.host}:{place.port}")
         while True:
             before = self._report
             self._heed_signals()

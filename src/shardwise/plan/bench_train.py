@@ -283,7 +283,7 @@ def show(target: Target, speed: Speed, documents: int, advice: list[str], consol
     console.print(
         f"{target.source.label} on {speed.ranks} × {speed.device}: {run.train.batch_size} rows of "
         f"{run.data.sequence_length:,} tokens{f' ({documents} documents each)' if documents > 1 else ''} a step, "
-        f"{run.computes_in}{', compiled' if run.compiled else ''}"
+        f"{run.computes_in}"
     )
     mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else " (MFU and memory: on GPUs)" * (speed.device == "CPU")
     memory = f", peak {speed.memory / 2**30:.1f} of {speed.room / 2**30:.1f} GiB" if speed.memory and speed.room else ""

@@ -188,5 +188,5 @@ def headline(found: Estimate) -> str:
     return (
         f"{found.time.seconds:.2f} s per step, {found.rate:,.0f} tokens/s per device "
         f"({found.rate * found.cluster.ranks:,.0f} in all), {found.mfu:.0%} of the peak, "
-        f"{human(found.peak)} of {limit}"
+        f"{human(found.peak)} of {limit}{', blocks compiled' if found.run.compiled else ''}"
     )

@@ -92,6 +92,9 @@ def applied(run: Run, strategy: Strategy) -> Run:
     values["offload"] |= {"optimizer": "none", "parameters": "none"}
     for path, value in strategy.settings().items():
         place(values, path, value)
+    if not strategy.recompute:  # what is said of recomputed blocks says nothing then
+        values |= {"recompute_blocks": None, "recompute_group": 1, "recompute_attention": True}
+        values["offload"] |= {"activations": "none", "activation_blocks": None}
     made = Run.model_validate(values)
     compiles = compile_here(made, Machine(1))[0] if made.compile == "auto" else made.compile
     return made.model_copy(update={"compile": compiles})

@@ -133,6 +133,7 @@ def _add_local(run: Run, claims: list[Claim], one: dict[str, Any], half: Bounds,
         light = run.recompute == "light"
         settings = one | _recomputed(run) | ({"compile": True} if light else {})
         told = "what is cheap of blocks computed again in backward" if light else "blocks computed again in backward"
+        told += "" if run.recompute_attention else ", attention kept"
         claims.append(Claim("recompute", told, settings, bounds=half, rests_on=(base,)))
     if run.compiled:
         claims.append(Claim("compile", "blocks compiled", one | {"compile": True}, bounds=half, rests_on=(base,)))
