@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import cli, faults
+from support import cli, faults, paces
+from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 
 from shardwise.observe.pace import IN_A_ROW, Looks, Slow, told
@@ -99,3 +100,10 @@ def test_an_even_run_on_a_busy_machine(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     assert "is slow" not in out and '"slow"' not in (output / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("kind", ["sampled", "every step"])
+def test_by_a_timer_as_on_gpus(kind: str) -> None:
+    """The late rank is waited for where the norm is added up; all ranks hear the same."""
+    assert run_ranks(paces.slow_ranks, 3, kind, 1) == [[1]] * 3
+    assert run_ranks(paces.slow_ranks, 3, kind, None) == [[]] * 3

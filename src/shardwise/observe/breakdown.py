@@ -90,7 +90,8 @@ class Timer:
     on = True
 
     def __init__(self, device: torch.device, breakdown: bool = True, comms: bool = True) -> None:
-        self._cuda, self._breakdown, self._comms = device.type == "cuda", breakdown, comms
+        self._breakdown, self._comms = breakdown, comms
+        self.by_events = device.type == "cuda"  # the host runs ahead of the device and sees no waiting
         self._began: float | None = None
         self._pending: deque[_Span] = deque()
         self._window = Window()
@@ -105,6 +106,10 @@ class Timer:
         if ranks == 1:
             return _NOTHING
         return _Span(self, part, (kind, size, ranks))
+
+    def meeting(self, ranks: int) -> AbstractContextManager[Any]:
+        """Around what moves next to nothing but waits for the other ranks: its time counts as reducing."""
+        return _NOTHING if ranks == 1 else _Span(self, "reduce", None)
 
     def flush(self, steps: int) -> Window:
         """What was measured since the last flush, over so many steps; waits for the device."""
@@ -169,13 +174,13 @@ class _Span:
         if self._begin is None:
             return
         self._end = self._now()
-        if self._timer._cuda:
+        if self._timer.by_events:
             self._timer._pending.append(self)
         else:
             self._timer._settled(self._name, self._call, self._end - self._begin)
 
     def _now(self) -> Any:
-        if not self._timer._cuda:
+        if not self._timer.by_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -203,6 +208,9 @@ class _Off(Timer):
         return _NOTHING
 
     def collective(self, kind: str, size: int, ranks: int, part: str) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    def meeting(self, ranks: int) -> AbstractContextManager[Any]:
         return _NOTHING
 
     def annotate(self, records: list[Record]) -> list[Record]:

@@ -3,7 +3,7 @@
 Ranks end a step together, so their times per step are alike. What differs is how much of it each spends waiting for
 the others in collectives: the slow one waits least. On a CPU a thread looks 20 times a second whether the training
 thread stands at a wait (0.07 ms a look; hooks around collectives would keep them from overlapping). On a GPU the host
-runs ahead and sees no waiting: there the collectives of one step in eight are timed by events on their own stream.
+runs ahead and sees no waiting: there one step in eight, and its collectives, are timed by events on their own streams.
 
 A rank is slow when it works longer than the others by a wide margin in several comparisons in a row: a busy machine
 delays now this rank, now that one. Means over seconds are compared, and a rank with the median of the others.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.observe.breakdown import Timer
+from shardwise.observe.breakdown import Timer, Window
 from shardwise.observe.metrics import Record
 
 EVERY = 10.0  # seconds between comparisons
@@ -36,6 +36,7 @@ SHARE = 0.1  # of a step that the others lose to it, at least
 LEAST = 0.005  # seconds of a step: below that it is noise
 IN_A_ROW = 3  # comparisons
 FEWEST = 20  # looks that a comparison needs
+WHOLE = "whole"  # a step, from its begin to its end on the device
 _COLLECTIVES = ("distributed/distributed_c10d.py", "distributed/_functional_collectives.py")
 
 
@@ -72,7 +73,9 @@ class Pace:
         if self._size > 1:
             dist.all_gather_object(self._hosts, socket.gethostname(), group=self.group)
         self._slow = Slow()
-        self._looks = Looks() if self._size > 1 and not isinstance(self.timer, SampledTimer) else None
+        by_timer = self.timer.by_events or isinstance(self.timer, SampledTimer)
+        self._looks = Looks() if self._size > 1 and not by_timer else None
+        self._before = 0, 0.0, 0.0  # steps, seconds and waiting that a timer of every step had told of
         self._steps, self._seconds, self._began = 0, 0.0, 0.0
         self.waiting: float | None = None  # share of a step, by the last comparison
 
@@ -105,10 +108,13 @@ class Pace:
         """With the other ranks, all of which call it at the same step: what is newly found, as records."""
         steps, seconds = self._steps, self._seconds
         self._steps, self._seconds = 0, 0.0
-        share = self._looks.share() if self._looks is not None else self._timed_share(seconds / max(1, steps))
         if self._size == 1:
             return []
-        own = torch.tensor([seconds / max(1, steps), -1.0 if share is None else share], dtype=torch.float64)
+        if self._looks is not None:
+            seconds, share = seconds / max(1, steps), self._looks.share()
+        else:
+            seconds, share = self._timed()
+        own = torch.tensor([seconds, -1.0 if share is None else share], dtype=torch.float64)
         everyone = torch.empty(self._size * 2, dtype=torch.float64)
         dist.all_gather_into_tensor(everyone, own, group=self.group)
         times, shares = everyone.view(-1, 2).T.tolist()
@@ -125,9 +131,20 @@ class Pace:
             for rank, own, others in self._slow.hear(usual, busy)
         ]  # fmt: skip
 
-    def _timed_share(self, seconds: float) -> float | None:
-        waited = self.timer.waited() if isinstance(self.timer, SampledTimer) else None
-        return None if waited is None or seconds <= 0.0 else min(1.0, waited / seconds)
+    def _timed(self) -> tuple[float, float | None]:
+        """Seconds of a step by the device's clock (the host's is ahead of it), and the share of them that it waited."""
+        if isinstance(self.timer, SampledTimer):
+            window = self.timer.sampled()
+            steps, whole, waited = window.steps, window.seconds.get(WHOLE, 0.0), _waited(window)
+        else:  # it times every step, for the log: what it has told since the last comparison
+            total, before = self.timer.total, self._before
+            self._before = total.steps, total.whole, _waited(total)
+            steps, whole, waited = total.steps - before[0], total.whole - before[1], self._before[2] - before[2]
+        return (whole / steps, min(1.0, waited / whole)) if steps and whole > 0.0 else (0.0, None)
+
+
+def _waited(window: Window) -> float:
+    return sum(window.seconds.get(name, 0.0) for name in ("gather", "reduce"))
 
 
 def told(record: Record) -> str:
@@ -190,29 +207,34 @@ class SampledTimer(Timer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, breakdown=False, comms=False)
         self._number, self._sampling, self._sampled = 0, False, 0
+        self._whole: AbstractContextManager[Any] = nullcontext()
 
     def begin(self) -> None:
         self._sampling = self._number % ONE_IN == 0
         if self._sampling:
             self._start()
+            self._whole = super().region(WHOLE)
+            self._whole.__enter__()
 
     def end(self) -> None:
-        self._sampled += self._sampling
+        if self._sampling:
+            self._whole.__exit__(None, None, None)
+            self._sampled += 1
         self._number, self._sampling = self._number + 1, False
 
-    def waited(self) -> float | None:
-        """Seconds in collectives, a step, since this was last asked; waits for those that were timed."""
-        if not self._sampled:
-            return None
+    def sampled(self) -> Window:
+        """The steps that were timed since this was last asked; waits for the last of them."""
         steps, self._sampled = self._sampled, 0
-        window = self.flush(steps)
-        return sum(window.seconds.get(name, 0.0) for name in ("gather", "reduce")) / steps
+        return self.flush(steps)
 
     def region(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def collective(self, kind: str, size: int, ranks: int, part: str) -> AbstractContextManager[Any]:
         return super().collective(kind, size, ranks, part) if self._sampling else nullcontext()
+
+    def meeting(self, ranks: int) -> AbstractContextManager[Any]:
+        return super().meeting(ranks) if self._sampling else nullcontext()
 
     def annotate(self, records: list[Record]) -> list[Record]:
         return records

@@ -147,7 +147,7 @@ def build_model(
             return_freed_memory()
     model.train()
     sharded = ShardedModel(model, run.parallel.zero, world.mesh)
-    sharded.kept, sharded.lookup = adapted.kept, lookup
+    sharded.kept, sharded.lookup, sharded.timer = adapted.kept, lookup, timer
     sharded.idle = kept.idle if kept is not None else list
     if run.parallel.beyond_data:
         spread.take(sharded)

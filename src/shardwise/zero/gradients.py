@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -122,7 +121,7 @@ class GradientShelf:
         shard = sharded.mesh["shard"]
         if shard.size() > 1:
             squares = norms.square()
-            dist.all_reduce(squares, group=shard.get_group())
+            sharded.sum_up(squares, shard.get_group())
             norms = squares.sqrt()
         total: torch.Tensor = torch.linalg.vector_norm(norms)
         return total.float()

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from shardwise.acting import kind_of
 from shardwise.kernels.squares import norm_of_all
+from shardwise.observe.breakdown import OFF, Timer
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
 from shardwise.zero.integers import leave_integers_alone
@@ -57,6 +57,7 @@ class ShardedModel:
         self.last = True  # whether the optimizer steps after the micro-batch under way
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
+        self.timer: Timer = OFF  # hears of it where ranks wait for each other
         self.copies: dict[str, int] | None = None  # ranks that hold the same part; None = those along `replicate`
 
     @property
@@ -124,7 +125,7 @@ class ShardedModel:
         )
         for name, gradient in found.items():
             square += norm_of(gradient).square() / self.copies[name]
-        dist.all_reduce(square)
+        self.sum_up(square)
         norm = square.sqrt().float()
         if max_norm is not None:
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -133,16 +134,27 @@ class ShardedModel:
         return norm
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of sharded gradients taken together, the same on every rank."""
-        if gradients and kind_of(self.device) == "cpu":
-            square = torch.stack([norm_of(local_of(g)) for g in gradients]).square().sum()
-            if self.mesh["shard"].size() > 1:
-                dist.all_reduce(square, group=self.mesh["shard"].get_group())
-            return square.sqrt().float()
-        if gradients and gradients[0].dtype == torch.bfloat16:  # one rank's own; get_total_norm would add up in bf16
-            return norm_of_all([local_of(g) for g in gradients])
-        norm = nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """The norm of sharded gradients taken together, the same on every rank.
+
+        torch's own for DTensors adds up over the ranks too, out of the timer's sight, and in bf16 where they are.
+        """
+        local = [local_of(gradient) for gradient in gradients]
+        if not local:
+            norm = torch.zeros((), device=self.device)
+        elif kind_of(self.device) == "cpu":
+            norm = torch.linalg.vector_norm(torch.stack([norm_of(gradient) for gradient in local]))
+        else:
+            norm = norm_of_all(local)
+        if self.mesh["shard"].size() > 1:
+            square = norm.square()
+            self.sum_up(square, self.mesh["shard"].get_group())
+            norm = square.sqrt()
+        return norm.float()
+
+    def sum_up(self, figures: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Adds a few figures up over the ranks: whoever was late before it is waited for here."""
+        with self.timer.meeting(dist.get_world_size(group)):
+            dist.all_reduce(figures, group=group)
 
     @property
     def _root(self) -> FSDPModule:

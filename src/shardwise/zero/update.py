@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.optim.adam_mini import AdamMini
@@ -116,5 +115,5 @@ class Update:
         total = torch.stack([norm_of(torch.zeros(1, device=self.sharded.device)), *squares]).sum()
         shard = self.sharded.mesh["shard"]
         if shard.size() > 1:
-            dist.all_reduce(total, group=shard.get_group())
+            self.sharded.sum_up(total, shard.get_group())
         return total.sqrt().float()
