@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from typing import Any
 from weakref import WeakSet
 
@@ -51,6 +52,13 @@ def compiled(
     if light:
         made = _lightly(made)
     return made if failures is None else _or_as_written(made, function, failures)
+
+
+def ready_compiler() -> None:
+    """Imports what `compiled` does on its first call, some 3 s: once here rather than in each process forked later."""
+    for name in ("_dynamo", "_functorch.aot_autograd", "_inductor.decomposition", "_inductor.distributed_autotune"):
+        with suppress(ImportError):  # a version that has it elsewhere finds it by itself
+            import_module(f"torch.{name}")
 
 
 def _lightly(made: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from shardwise.config.schema import Fp8
 from shardwise.errors import UserError
 from shardwise.plan.charts import seconds, ticks
 from shardwise.plan.command import _resolved
-from shardwise.plan.explain import reasons, told
+from shardwise.plan.explain import long_time, money, reasons, told
 from shardwise.plan.hardware import cluster_of
 from shardwise.plan.ladder import ladder, variants
 from shardwise.plan.quick import Quick, Strategy
@@ -57,8 +57,8 @@ def test_the_page_holds_the_plan(plan: Plan, page: str) -> None:
     words = unescape(page)
     for expected in (
         told(plan.best.strategy), seconds(found.time.seconds), f"{found.rate:,.0f}", f"{found.mfu:.0%}",
-        human(found.peak), human(plan.cluster.device.memory), f"{found.hours(1e9):,.1f} hours",
-        f"{found.cost(1e9):,.0f} USD", *reasons(plan), "4 of 8 layers", "Rough scores",
+        human(found.peak), human(plan.cluster.device.memory), long_time(found.hours(1e9)),
+        f"{money(found.cost(1e9) or 0.0)} USD", *reasons(plan), "4 of 8 layers", "Rough scores",
     ):  # fmt: skip
         assert expected in words, expected
     for option in (*plan.options, *plan.too_large):

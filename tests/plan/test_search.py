@@ -11,7 +11,7 @@ from support.families import config_of
 from shardwise.config.schema import Model, Run
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource, config_from
-from shardwise.plan.explain import guidelines, reasons
+from shardwise.plan.explain import guidelines, long_time, money, reasons
 from shardwise.plan.hardware import Cluster, cluster_of
 from shardwise.plan.models import find_config, hub_name, model_names
 from shardwise.plan.quick import sizes_of
@@ -110,3 +110,9 @@ def test_less_memory_makes_it_divide_more(plan: Plan) -> None:
     assert tight.best.estimate.time.seconds >= 0.99 * plan.best.estimate.time.seconds
     nothing = search(a_source(), a_run(cluster), small(1e8), budget=0.0)
     assert nothing.best is None and "none of" in reasons(nothing)[0]
+
+
+def test_small_plans_have_words_too() -> None:
+    told = [long_time(hours) for hours in (0.005, 0.02, 0.5, 5.25, 100.0)]
+    assert told == ["18 seconds", "72 seconds", "30 minutes", "5.2 hours", "4.2 days"]
+    assert [money(cost) for cost in (0.008, 3.456, 1234.5)] == ["0.01", "3.46", "1,234"]

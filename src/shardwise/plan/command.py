@@ -23,7 +23,7 @@ from shardwise.config.units import parse_number
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
 from shardwise.plan.estimate import Estimate, estimate
-from shardwise.plan.explain import guidelines, headline, reasons, told
+from shardwise.plan.explain import guidelines, headline, long_time, money, reasons, told
 from shardwise.plan.hardware import Cluster, cluster_of, this_machine
 from shardwise.plan.models import find_config, hub_name
 from shardwise.plan.result import as_dict, estimate_dict
@@ -253,9 +253,8 @@ def _whole(plan: Plan, tokens: float) -> str:
     assert plan.best is not None
     found = plan.best.estimate
     hours, cost = found.hours(tokens), found.cost(tokens)
-    days = f"{hours:.1f} hours" if hours < 72 else f"{hours / 24:.1f} days"
-    price = f", {cost:,.0f} USD at {plan.cluster.price:g} per device and hour" if cost is not None else ""
-    return f"{tokens:,.0f} tokens take {days}{price}"
+    price = f", {money(cost)} USD at {plan.cluster.price:g} per device and hour" if cost is not None else ""
+    return f"{tokens:,.0f} tokens take {long_time(hours)}{price}"
 
 
 def _table(plan: Plan, tokens: float | None) -> Table:
@@ -272,8 +271,8 @@ def _table(plan: Plan, tokens: float | None) -> Table:
         size = human(found.peak) if found.fits else f"[red]✗ {human(found.peak)}[/red]"
         row = [s.name(), str(s.micro), "full" if s.recompute else "none", f"{found.time.seconds:.2f} s",
                f"{found.rate:,.0f}", f"{found.mfu:.0%}", size, f"{waits / found.time.seconds:.0%}"]  # fmt: skip
-        if tokens and plan.cluster.price is not None:
-            row.append(f"{found.cost(tokens):,.0f}")
+        if tokens and (cost := found.cost(tokens)) is not None:
+            row.append(money(cost))
         table.add_row(*row)
     quick = plan.quick
     assert quick is not None

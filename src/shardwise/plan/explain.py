@@ -182,6 +182,18 @@ def per_second(rate: float) -> str:
     return f"{rate / 1e9:,.{0 if rate >= 1e10 else 1}f} GB/s"
 
 
+def long_time(hours: float) -> str:
+    """How long a whole training takes: 40 seconds, 12 minutes, 5.3 hours, 4.1 days."""
+    if hours < 1:
+        return f"{hours * 3600:.0f} seconds" if hours * 60 < 2 else f"{hours * 60:.0f} minutes"
+    return f"{hours:,.1f} hours" if hours < 72 else f"{hours / 24:,.1f} days"
+
+
+def money(cost: float) -> str:
+    """An amount, with hundredths where they matter."""
+    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+
+
 def headline(found: Estimate) -> str:
     """Time, rate, share of the peak and memory in a line."""
     limit = human(found.cluster.device.memory)

@@ -19,7 +19,7 @@ from shardwise.config.axes import HEADS, first_of
 from shardwise.observe.pages import check_page, write_page
 from shardwise.plan.charts import GIB, Row, area, bars, gib, seconds, text
 from shardwise.plan.estimate import Estimate
-from shardwise.plan.explain import guidelines, per_second, reasons, told
+from shardwise.plan.explain import guidelines, long_time, money, per_second, reasons, told
 from shardwise.plan.ladder import Rung, ladder, variants
 from shardwise.plan.moments import Moments, attention_shares, moments_of
 from shardwise.plan.quick import SLOWER, Quick, Strategy
@@ -122,10 +122,9 @@ def _tiles(plan: Plan, found: Estimate, tokens: float | None) -> str:
     ]
     if tokens:
         hours, cost = found.hours(tokens), found.cost(tokens)
-        days = f"{hours:,.1f} hours" if hours < 72 else f"{hours / 24:,.1f} days"
-        tiles.append((f"{_amount(tokens)} tokens", days, f"{hours * cluster.ranks:,.0f} device hours"))
+        tiles.append((f"{_amount(tokens)} tokens", long_time(hours), f"{money(hours * cluster.ranks)} device hours"))
         if cost is not None:
-            tiles.append(("cost", f"{cost:,.0f} USD", f"at {cluster.price:g} per device and hour"))
+            tiles.append(("cost", f"{money(cost)} USD", f"at {cluster.price:g} per device and hour"))
     inner = "".join(f"<div class=tile><span>{text(a)}</span><strong>{text(b)}</strong><small>{text(c)}</small></div>"
                     for a, b, c in tiles)  # fmt: skip
     return f'<div class="tiles">{inner}</div>'

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.acting import ready_compiler
 from shardwise.config.schema import Run
 from shardwise.launch.cpu import usable_cores
 from shardwise.models.shrink import depths_of, first_layers
@@ -97,6 +98,8 @@ def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: 
     if len(depths) > 1 and any(_some_blocks(run) is not None for run, _ in runs):
         return _partly(source, runs, documents)
     calls = [(source, run, ranks, layers, whole, documents) for run, ranks in runs for layers in reversed(depths)]
+    if len(calls) > 1 and any(run.compiled for run, _ in runs):
+        ready_compiler()
     tallies = apart_all(_tally, calls, usable_cores())
     found: list[Sketched | Exception] = []
     for at in range(0, len(calls), len(depths)):

@@ -134,7 +134,9 @@ def _serve(descriptor: int) -> None:
     """What the helper does until its owner has gone."""
     import shardwise.plan.sketch
     import shardwise.rehearse.step  # noqa: F401  what is imported here, each rehearsal has
+    from shardwise.acting import ready_compiler
 
+    ready_compiler()
     connection = Connection(descriptor)
     while True:
         try:
