@@ -31,6 +31,7 @@ from shardwise.plan.timeline import schedule
 from shardwise.train.describe import human
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NODE = shutil.which("node")
 NASTY = '</script><img src=x onerror="alert(1)">@@data & \u202e'
 
 
@@ -152,7 +153,7 @@ def test_ticks_are_round() -> None:
     assert 3 <= len(ticks(0.003 * 2**30)) <= 6
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to run the page in")
+@pytest.mark.skipif(not (CHROMIUM or NODE), reason="neither chromium nor node to run the page in")
 @pytest.mark.parametrize("recipe", ["none", "tensorwise"])
 def test_the_page_computes_as_python_does(recipe: Any, plan: Plan, tmp_path: Path) -> None:
     """Rough scores of many strategies, on other clusters and for other sizes, within a millionth."""
@@ -166,18 +167,38 @@ def test_the_page_computes_as_python_does(recipe: Any, plan: Plan, tmp_path: Pat
     write_report(replace(plan, quick=quick), None, source)
     shares = json.loads(source.read_text().split('id="data">')[1].split("</script>")[0])["attention"]
     asked = _asked(plan)
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-               "--dump-dom", f"{source.as_uri()}#check={quote(json.dumps(asked))}"]  # fmt: skip
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = json.loads(unescape(shown.split('id="checked" hidden="">')[1].split("</pre>")[0]))
+    found = _in_chromium(source, asked, tmp_path / "profile") if CHROMIUM else _in_node(source, asked)
     assert len(found) == len(asked) > 100
     for one, got in zip(asked, found, strict=True):
         there = _scaled(quick, shares, one["nodes"], one["batch"], one["length"])
         strategy = Strategy(**one["strategy"])
         assert got["memory"] == pytest.approx(there.memory(strategy), rel=1e-6), one
         assert got["seconds"] == pytest.approx(there.seconds(strategy), rel=1e-6), one
+
+
+def _in_chromium(source: Path, asked: list[dict[str, Any]], profile: Path) -> list[dict[str, float]]:
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
+               "--dump-dom", f"{source.as_uri()}#check={quote(json.dumps(asked))}"]  # fmt: skip
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert "as chosen" in shown, "the sliders are there"
+    found: list[dict[str, float]] = json.loads(unescape(shown.split('id="checked" hidden="">')[1].split("</pre>")[0]))
+    return found
+
+
+def _in_node(source: Path, asked: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The page's own script, all but what draws it."""
+    page = source.read_text()
+    data, script = page.split('id="data">')[1].split("</script>")[0], page.split("<script>")[1].split("</script>")[0]
+    assert NODE is not None and script.count("if (Q) build();") == 1
+    around = f"""const parts = {{ data: {{ textContent: {json.dumps(data)} }}, checked: {{}} }};
+        const document = {{ getElementById: name => parts[name] }};
+        const location = {{ hash: "#check=" + encodeURIComponent({json.dumps(json.dumps(asked))}) }};
+        {script.replace('"use strict";', "").replace("if (Q) build();", "")}
+        console.log(parts.checked.textContent);"""
+    told = subprocess.run([NODE, "-"], input=around, capture_output=True, text=True, timeout=120, check=True)
+    found: list[dict[str, float]] = json.loads(told.stdout)
+    return found
 
 
 def _asked(plan: Plan) -> list[dict[str, Any]]:

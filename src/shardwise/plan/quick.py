@@ -157,6 +157,8 @@ class Quick:
     def __init__(self, of: Profile, run: Run, cluster: Cluster) -> None:
         self.of, self.run, self.cluster = of, run, cluster
         self.frozen = {"qlora": 0.6}.get(run.method.type, 2.0)
+        # Times what compiled blocks take, where blocks cannot be compiled.
+        self.eager = EAGER if run.compile == "auto" else 1.0
         # Whether weights that multiply in fp8 are gathered so, where data alone is divided.
         self.float8 = run.fp8.recipe == "tensorwise" and run.fp8.gather != "bf16" and not run.parallel.quantize_weights
 
@@ -234,8 +236,8 @@ class Quick:
         _, mine = self.parameters(s)
         count, layers = self.count(s), sizes.layers / s.pipeline
         part = s.micro / (s.tensor * s.context) * (1 + SLOWER * math.log2(s.tensor))
-        if self.run.compile == "auto" and max(s.tensor, s.pipeline) > 1:
-            part *= EAGER
+        if max(s.tensor, s.pipeline) > 1:
+            part *= self.eager
         forward = of.forward * part
         backward = (of.backward + (of.forward if s.recompute else 0.0)) * part
         passes = 3 if s.recompute else 2

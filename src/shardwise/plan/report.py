@@ -79,7 +79,7 @@ def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[
         "frozen": quick.frozen, "float8": quick.float8,
         "working": 2.0 if run.precision != "fp32" else 4.0,
         "states": state_bytes(run.train),
-        "workspace": WORKSPACE, "slower": SLOWER, "contention": CONTENTION, "blend": BLEND,
+        "workspace": WORKSPACE, "slower": SLOWER, "eager": quick.eager, "contention": CONTENTION, "blend": BLEND,
         "cluster": {
             "nodes": cluster.nodes, "per_node": cluster.per_node, "memory": cluster.device.memory,
             "launch": cluster.device.launch, "host_link": cluster.device.host_link, "disk_read": cluster.disk_read,
