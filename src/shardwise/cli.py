@@ -917,9 +917,19 @@ def main(argv: list[str] | None = None) -> Any:
             for one in apart(error) if isinstance(error, UserError) else [error]:
                 print(f"{label}{one}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted before training began; nothing was written", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left: so do we
         sys.exit(141)
+    except BaseException as error:
+        if not _interrupted(error):
+            raise
+        words = (argv or sys.argv[1:])[:1] == ["train"] and " before training began; nothing was written"
+        print(f"interrupted{words or ''}", file=sys.stderr)
+        os._exit(130)  # what was under way may be half imported, and would complain on its way out
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: typer makes an exit of it, and Python another error where it met an import."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -495,3 +495,17 @@ def test_dumping_warns_of_nothing(warmup: object) -> None:
         warnings.simplefilter("error")
         run = load_run({"model": "m", "data": {"train": "a.jsonl"}, "train": {"warmup": warmup}}).run
         assert load_run(run.model_dump()).run == load_run(run.model_dump(mode="json")).run == run
+
+
+def test_yes_is_no_number(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndata: {train: d.jsonl}\nrestarts: yes\n")
+    with pytest.raises(UserError, match=r"(?s)^restarts = True: expected a number, not true or false.*→ restarts: how"):
+        load_run(file)
+
+
+def test_going_back_needs_somewhere_to_go(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndata: {train: d.jsonl}\nguard: {nan: back}\ncheckpoint: {every: null}\n")
+    with pytest.raises(UserError, match=r"(?s)^guard.nan = 'back': goes back to a checkpoint.*set checkpoint.every"):
+        load_run(file)

@@ -17,6 +17,7 @@ import pytest
 from support.tiny import LLAMA
 
 from shardwise.config.schema import Fp8
+from shardwise.config.units import human
 from shardwise.errors import UserError
 from shardwise.plan.charts import seconds, ticks
 from shardwise.plan.command import _resolved
@@ -28,7 +29,6 @@ from shardwise.plan.report import render_report, write_report
 from shardwise.plan.search import Plan, search
 from shardwise.plan.strategies import enumerate_strategies
 from shardwise.plan.timeline import schedule
-from shardwise.train.describe import human
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NODE = shutil.which("node")

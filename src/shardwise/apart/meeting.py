@@ -120,6 +120,8 @@ class Meeting(Alone):
             # It has never met anyone, and would end at once with a model that it had no part in.
             problem = f"is at round {self._round}, where a run of {self._total} steps has ended: others trained there"
             remedy = "for a new run give the meeting point a new folder (shardwise meet --state FOLDER)"
+            if client is not None:
+                client.leave()  # nobody is to wait for it
             raise UserError("apart.meet", self._settings.meet, problem, remedy)
         if answer["same"]:
             self._anchor = dict(self._trained.local())

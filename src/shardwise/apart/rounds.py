@@ -75,7 +75,7 @@ class Rounds:
                     expected = 0 if self._round == 0 else self._round + 1
                     self._members[worker] = expected
                     self._write()
-                    self._tell(f"{worker} joined at round {self._round} ({len(self._members)} workers)")
+                    self._tell(f"{worker} joined at round {self._round} ({_count(len(self._members))})")
                 same = values.get("digest") == self._digest
                 return {"state": "go", "round": self._round, "same": same, "rule": asdict(self.rule)}
             silent = time.monotonic() - self._giver_seen > self.rule.wait
@@ -232,9 +232,15 @@ class Rounds:
                 "round": self._round, "workers": [a.worker for a in arrivals], "mean_norm": made.mean_norm,
                 "norms": made.norms, "distances": made.distances, "weights": weights,
             }  # fmt: skip
-            late = [a.worker for a in arrivals if a.late]
+            late, done = ([a.worker for a in arrivals if getattr(a, word)] for word in ("late", "last"))
             record = {"time": time.time(), "seconds": round(time.monotonic() - began, 3), "dropped": dropped}
-            record |= {"late": late, "bytes_in": self.bytes_in, "bytes_out": self.bytes_out, **self._figures}
+            record |= {
+                "late": late,
+                "done": done,
+                "bytes_in": self.bytes_in,
+                "bytes_out": self.bytes_out,
+                **self._figures,
+            }
             self._round, self._digest = self._round + 1, made.digest
             for arrival in arrivals:
                 self.ledger.forget(arrival.worker)
@@ -278,7 +284,12 @@ class Rounds:
         })  # fmt: skip
 
 
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
+
+
 def _words(record: dict[str, Any]) -> str:
-    said = f"round {record['round']}: {len(record['workers'])} workers, mean difference {record['mean_norm']:.4g}"
+    said = f"round {record['round']}: {_count(len(record['workers']))}, mean difference {record['mean_norm']:.4g}"
     said += f", dropped {', '.join(record['dropped'])}" if record["dropped"] else ""
-    return said + (f", late {', '.join(record['late'])}" if record["late"] else "")
+    said += f", late {', '.join(record['late'])}" if record["late"] else ""
+    return said + (f"; done: {', '.join(record['done'])}" if record["done"] else "")

@@ -11,6 +11,7 @@ It is written under a hidden name and renamed when every rank is done, so a cras
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -61,7 +62,9 @@ class SaveFailed(RunFailed):
 
     def __init__(self, failure: BaseException, rank: int) -> None:
         self.rank, reason = _blamed(failure, rank)
-        super().__init__(f"a checkpoint could not be written ({type(reason).__name__}: {reason})")
+        full = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "\n  → free some space first, or lower checkpoint.keep: as it is the next start is refused" * full
+        super().__init__(f"a checkpoint could not be written ({type(reason).__name__}: {reason}){remedy}")
 
 
 def _blamed(failure: BaseException, rank: int) -> tuple[int, BaseException]:

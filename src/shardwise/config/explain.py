@@ -151,8 +151,9 @@ def section_names() -> list[str]:
 
 
 def _clash(clash: Clash, path: str, given: Any, origin: dict[str, str], base: str, more: str) -> UserError:
-    field = f"{path}.{clash.key}"
-    value = given.get(clash.key) if isinstance(given, dict) else None
+    field, value = f"{path}.{clash.key}".lstrip("."), given
+    for part in clash.key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
     shown = None if isinstance(value, dict) else value
     return UserError(field, shown, f"{clash.problem} {_where(field, origin, base)}{more}", clash.remedy)
 

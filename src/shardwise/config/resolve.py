@@ -22,6 +22,7 @@ from shardwise.config.compat import axes_used, clashes, first_clash
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.paths import place
 from shardwise.config.schema import Parallel, Run
+from shardwise.config.units import human
 from shardwise.errors import UserError
 from shardwise.launch.cpu import gain_of_bf16
 from shardwise.parallel.mesh import shard_size
@@ -360,7 +361,7 @@ def check_room(run: Run, trained: int, frozen: int = 0) -> None:
     needed = 16 * trained + (4 * frozen if whole else 0)
     free = shutil.disk_usage(existing).free
     if free < needed:
-        problem = f"has {free / 2**30:.2f} GiB free; a checkpoint and the model take {needed / 2**30:.2f} GiB"
+        problem = f"has {human(free)} free; a checkpoint and the model take {human(needed)}"
         raise UserError("output", run.output, problem, "free some space or choose a folder on another disk")
 
 

@@ -711,6 +711,16 @@ class Run(Section):
             return values | {"precision": "bf16", "fp8": {"recipe": "tensorwise"} | fp8}
         return values
 
+    @model_validator(mode="after")
+    def _somewhere_to_go_back_to(self) -> Run:
+        guard = self.guard
+        spikes = guard.spike is not None and guard.on_spike == "back"
+        if self.checkpoint.every is None and (guard.nan == "back" or spikes):
+            key = "guard.nan" if guard.nan == "back" else "guard.on_spike"
+            raise Clash(key, "goes back to a checkpoint, and none is written on the way (checkpoint.every: null)",
+                        "set checkpoint.every, e.g. 10min")  # fmt: skip
+        return self
+
     @property
     def computes_in(self) -> str:
         """The precision in words, and whether blocks are compiled."""

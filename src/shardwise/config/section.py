@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Clash(ValueError):
@@ -15,3 +17,13 @@ class Clash(ValueError):
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, values: Any) -> Any:
+        """`restarts: yes` is no number, though Python counts it as one."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and field.annotation in (int, float):
+                raise Clash(name, "expected a number, not true or false", f"{name}: {field.description}")
+        return values

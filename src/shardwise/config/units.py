@@ -82,6 +82,15 @@ def parse_duration(value: Any) -> Any:
     return value
 
 
+def human(size: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
 def in_words(seconds: float) -> str:
     """A duration as people write it: 45s, 30min, 1.5h."""
     for unit in ("d", "h", "min"):

@@ -121,6 +121,9 @@ def prepare(run_file: Path, overrides: list[str], hosts: str, ssh: str | None, *
     from shardwise.config.load import load_run
 
     run = load_run(run_file, overrides).run
+    if run.device == "cpu" and (gpus := options.get("gpus")):
+        problem = "the run has device: cpu and would not use them"
+        raise UserError("--gpus", gpus, problem, "leave it out, or set device: auto")
     names = tuple(names_of(ssh)) if ssh is not None else ()
     number = parse_hosts(hosts or str(len(names) or 1))
     if names and number.most > len(names):

@@ -137,11 +137,15 @@ def single_line(option: str, text: str) -> str:
     return text
 
 
+SUBMIT = ("sbatch", "sky", "ssh")  # what a launch begins with: --dry-run shows what they would be given
+
+
 def tool(name: str, purpose: str) -> str:
     """Where a program of others lies, or how to get it."""
     found = shutil.which(name)
     if found is None:
-        raise UserError(name, None, f"is not installed here, and {purpose} needs it", "install it, or use --dry-run")
+        remedy = "install it, or use --dry-run" if name in SUBMIT else "install it, or ask where it is"
+        raise UserError(name, None, f"is not installed here, and {purpose} needs it", remedy)
     return found
 
 

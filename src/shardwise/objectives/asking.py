@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.config.units import human
 from shardwise.data.mixing import SourceStream
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.store import TokenStore
@@ -138,6 +139,6 @@ def _check_room(folder: Path, size: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < size:
-        problem = f"the teacher's answers take {size / 2**30:.2f} GiB, {folder} has {free / 2**30:.2f} GiB free"
+        problem = f"the teacher's answers take {human(size)}, {folder} has {human(free)} free"
         remedy = "lower objective.top_k, set SHARDWISE_CACHE to a larger disk, or leave objective.cache out"
         raise UserError("objective.cache", True, problem, remedy)

@@ -19,7 +19,7 @@ from shardwise.config.load import LoadedRun, load_run
 from shardwise.config.paths import place
 from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Model, Run
-from shardwise.config.units import parse_number
+from shardwise.config.units import human, parse_number
 from shardwise.errors import UserError
 from shardwise.models.source import ModelSource
 from shardwise.plan.estimate import Estimate, estimate
@@ -29,7 +29,6 @@ from shardwise.plan.models import find_config, hub_name
 from shardwise.plan.result import as_dict, estimate_dict
 from shardwise.plan.search import BUDGET, Plan, search
 from shardwise.rehearse.target import aim
-from shardwise.train.describe import human
 
 LENGTH = 4096
 THOROUGH = 60.0  # seconds for sketches

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardwise.config.units import human
 from shardwise.plan.estimate import Estimate
 from shardwise.plan.hardware import Cluster
 from shardwise.plan.network import bus_bandwidth
 from shardwise.plan.quick import Quick, Strategy
 from shardwise.plan.search import Option, Plan
-from shardwise.train.describe import human
 
 SLOW_LINK = 20e9  # bytes/s per device between nodes, below which they count as thinly connected
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.schema import Run
+from shardwise.config.units import human
 from shardwise.errors import RunFailed, UserError
 from shardwise.models.source import ModelSource
 from shardwise.plan.calibration import Correction, correction
@@ -21,7 +22,6 @@ from shardwise.plan.remedies import remedies
 from shardwise.plan.result import estimate_dict
 from shardwise.plan.sketch import sketch
 from shardwise.rehearse.batch import PACKED
-from shardwise.train.describe import human
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shardwise.config.units import human
 from shardwise.plan.calibration import Record, add
-from shardwise.train.describe import human
 
 FILE = "prediction.json"
 

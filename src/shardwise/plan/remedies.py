@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.config.paths import place
 from shardwise.config.schema import Run
+from shardwise.config.units import human
 from shardwise.errors import RunFailed, UserError
 from shardwise.models.source import ModelSource
 from shardwise.plan.blocks import fewest_blocks
@@ -16,7 +17,6 @@ from shardwise.plan.hardware import Cluster
 from shardwise.plan.search import Sketches
 from shardwise.plan.strategies import legal
 from shardwise.rehearse.batch import PACKED
-from shardwise.train.describe import human
 
 SHOWN = 4
 BY_ROWS = ("activations", "temporary", "logits and loss")  # kinds of memory that grow with the micro-batch

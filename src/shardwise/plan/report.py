@@ -16,6 +16,7 @@ from string import Template
 from typing import Any
 
 from shardwise.config.axes import HEADS, first_of
+from shardwise.config.units import human
 from shardwise.observe.pages import check_page, write_page
 from shardwise.plan.charts import GIB, Row, area, bars, gib, seconds, text
 from shardwise.plan.estimate import Estimate
@@ -27,7 +28,6 @@ from shardwise.plan.search import NEARLY, Option, Plan
 from shardwise.plan.time import BLEND, CONTENTION
 from shardwise.plan.timeline import lanes, pipeline
 from shardwise.rehearse.ledger import WORKSPACE
-from shardwise.train.describe import human
 from shardwise.zero.policy import state_bytes
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.config.load import load_run
+from shardwise.config.units import human
 from shardwise.errors import UserError
 from shardwise.rehearse.apart import apart
 from shardwise.rehearse.batch import check_division
@@ -17,7 +18,6 @@ from shardwise.rehearse.ledger import CATEGORIES, WORKSPACE, Ledger, ledger_of, 
 from shardwise.rehearse.step import Alike, Rehearsal, rehearse
 from shardwise.rehearse.tally import head_of
 from shardwise.rehearse.target import Target, aim
-from shardwise.train.describe import human
 
 LARGEST = ("category", "module", "operator", "bytes")
 

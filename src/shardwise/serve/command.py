@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import json
 import logging
@@ -170,6 +171,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError("--port", port, "is no port", "give 0 to 65535") from None
     except OSError as error:
         words = error.strerror or str(error)
+        if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: a name that nobody knows
+            problem = "is no address of this machine"
+            raise UserError("--host", host, problem, "give 127.0.0.1, 0.0.0.0 or one of its own") from None
         raise UserError("--port", f"{host}:{port}", words, "choose another --port, or --host") from None
 
 

@@ -64,9 +64,12 @@ class Guard:
         return [told]
 
     def allowing(
-        self, step: int, position: Position, summed: torch.Tensor, units: int
+        self, step: int, until: int, summed: torch.Tensor, units: int
     ) -> Callable[[torch.Tensor], bool] | None:
-        """What to ask before the update, given the norm: None where nothing is ever skipped."""
+        """What to ask before the update, given the norm: None where nothing is ever skipped.
+
+        `until`: the sequence up to which this step's data go.
+        """
         settings = self._settings
         if not settings.skips:
             return None
@@ -81,8 +84,8 @@ class Guard:
                 why = why or self._leap(float(loss) / max(1, units))
             if why:
                 self._why[step] = why
-                self._note(step, why, "skip", position.sequences)
-                if failure := self._count(step, why):
+                self._note(step, why, "skip", until)
+                if failure := self._count(f"{why} at step {step}"):
                     raise failure
             return not why
 
@@ -138,16 +141,17 @@ class Guard:
             return RunFailed(trouble)
         why = trouble.split("\n")[0]
         self._note(position.step, why, "back", position.sequences)
-        too_often = self._count(position.step, why)
+        too_often = self._count(why)
         return too_often or GoBack(f"{why}: going back to the last checkpoint, past the sequences since")
 
-    def _count(self, step: int, why: str) -> RunFailed | None:
+    def _count(self, why: str) -> RunFailed | None:
         self._spent += 1
         if self._spent <= self._settings.most:
             return None
         return RunFailed(
-            f"{why}, at step {step}, after {self._settings.most} others were skipped or gone back from (guard.most)\n"
-            f"  → lower train.learning_rate, look at the data named in {FILE}, or raise guard.most"
+            f"{why}, after {self._settings.most} others were skipped or gone back from (guard.most)\n"
+            f"  → lower train.learning_rate, look at the data named in {FILE}, or raise guard.most; what is in that "
+            "file stays left out and counted (resume=never begins anew)"
         )
 
     def _note(self, step: int, why: str, did: str, until: int) -> None:

@@ -17,6 +17,7 @@ from shardwise.adapters.apply import apply_method
 from shardwise.adapters.describe import method_lines
 from shardwise.checkpoint.folders import step_folder
 from shardwise.config.compat import remarks
+from shardwise.config.units import human
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
@@ -42,15 +43,6 @@ STAGES = {
     2: "optimizer states and gradients are sharded",
     3: "optimizer states, gradients and parameters are sharded",
 }
-
-
-def human(size: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _data_lines(job: Job) -> Iterator[str]:

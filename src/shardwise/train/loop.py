@@ -90,7 +90,8 @@ def fit(parts: Parts) -> Outcome:
                 summed = summed if parts.spread.counts else torch.zeros_like(summed)
                 report.first_gradients(parts)
                 with parts.timer.region("step"), profiling.update():
-                    norm = parts.update(guard.allowing(step + 1, position, summed, batch.supervised))
+                    until = position.sequences + run.train.batch_size
+                    norm = parts.update(guard.allowing(step + 1, until, summed, batch.supervised))
             report.noted(profiling.told())
 
             position.step, position.sequences = step + 1, position.sequences + run.train.batch_size

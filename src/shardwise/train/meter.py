@@ -140,9 +140,10 @@ def not_finite(records: list[dict[str, Any]], steps_skipped: bool = False) -> st
             continue
         what = f"gradient norm became {norm}" if math.isfinite(loss) else f"loss became {loss}"
         other = f"loss {loss:.4g}" if math.isfinite(loss) else f"gradient norm {norm:.3g}"
+        wider = ", or use precision: bf16 or fp32" if steps_skipped else ""
         return (
             f"the {what} at step {record['step']} ({other})\n"
-            "  → lower train.learning_rate, raise train.warmup, or use precision: bf16 or fp32; "
-            "the checkpoints before this step are whole"
+            f"  → lower train.learning_rate, raise train.warmup{wider}; or have it go back and leave those data out "
+            "(guard.nan: back)"
         )
     return None

@@ -81,6 +81,8 @@ class Report:
                 self._progress.note(
                     f"step {record['step']}: gradients overflowed fp16, update skipped; loss scale {now:g}"
                 )
+            elif why := record.get("why"):
+                self._progress.note(f"step {record['step']}: {why}; its update was skipped")
             self._file.append(record)
             self._trackers.put(record)
             self._progress.update(record)
@@ -115,8 +117,7 @@ class Report:
         """A meeting with workers that train apart."""
         if self._active:
             self._file.append(record | {"time": time.time()})
-            if record.get("lost"):
-                self._progress.note(f"step {record['step']}: came too late to be counted; went on from the others'")
+            self._progress.note(f"step {record['step']}: {_met(record)}")
 
     def slow(self, records: list[dict[str, Any]]) -> None:
         """Ranks that were found to keep the others waiting."""
@@ -128,6 +129,17 @@ class Report:
         """Why there are no more steps, where it is not that all are done."""
         if self._active and early:
             self._progress.note(early)
+
+
+def _met(record: dict[str, Any]) -> str:
+    """A meeting, in words."""
+    if record.get("left"):
+        return "left the other workers before they met"
+    count, seconds = len(record["workers"] or []), record["seconds_waited"]
+    waited = f"round {record['round']}, {count} worker{'s' * (count != 1)}, waited {seconds:.1f} s"
+    if record.get("lost"):
+        return f"{waited}: came too late to be counted, went on from the others'"
+    return f"met the others: {waited}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -51,7 +51,10 @@ def rank_rows(logs: Path, numbers: list[int], now: float | None = None) -> list[
 def _row(logs: Path, rank: int, now: float) -> dict[str, Any]:
     status, silent = logs / f"rank-{rank}.status", None
     step, doing = read_status(status)
-    records = [r for r in last_records(rank_file(logs, rank)) if r.get("kind") == "rank"][-RECENT:]
+    found = last_records(rank_file(logs, rank))
+    if found and found[-1].get("kind") == "end":  # its status is of before
+        doing = "ended" if found[-1].get("outcome") == "left" else "failed"
+    records = [r for r in found if r.get("kind") == "rank"][-RECENT:]
     last = records[-1] if records else {}
     with contextlib.suppress(OSError):
         silent = now - status.stat().st_mtime

@@ -125,8 +125,9 @@ def _figures(told: dict[str, Any]) -> Text:
         ("MFU", _shown(last.get("mfu"), lambda value: f"{value:.1%}")),
         ("GiB", _shown(last.get("memory_bytes"), _gibibytes)),
         ("elapsed", _shown(last.get("elapsed_seconds"), _duration)),
-        ("ETA", _shown(last.get("eta_seconds"), _duration)),
     ]
+    if told["state"]["word"] not in ("finished", "failed"):
+        figures.append(("ETA", _shown(last.get("eta_seconds"), _duration)))
     line = Text()
     for name, value in figures:
         if value != "-":

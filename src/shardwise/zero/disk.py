@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise.config.units import human
 from shardwise.errors import RunFailed, UserError
 from shardwise.zero.host import aligned
 
@@ -195,5 +196,5 @@ def check_disk(folder: Path, size: int) -> None:
     there = sum(file.stat().st_size for file in folder.glob("rank-*/*.bin"))
     free = shutil.disk_usage(existing).free
     if free + there < size:
-        problem = f"has {free / 2**30:.2f} GiB free; the offloaded states take {size / 2**30:.2f} GiB"
+        problem = f"has {human(free)} free; the offloaded states take {human(size)}"
         raise UserError("offload.disk", str(folder), problem, "free some space or choose a folder on another disk")
