@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from support import cli, scenarios
 from support.meeting import meeting_point, meetings, worker_run
 from support.ranks import run_ranks
 from support.tiny import LLAMA, PAIRS, saved_model, tiny_run
+
+from shardwise.apart.meeting import Meeting
 
 
 def model_of(output: Path) -> dict[str, torch.Tensor]:
@@ -156,3 +160,17 @@ def test_workers_with_unlike_data_count_by_their_tokens(tmp_path: Path) -> None:
         share = small["tokens"] / (small["tokens"] + large["tokens"])
         assert record["weights"] == pytest.approx([share, 1 - share])
         assert small["distance"] > large["distance"]  # the mean is nearer to who has more
+
+
+def test_a_long_wait_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    alone = Meeting.__new__(Meeting)
+    alone._world = SimpleNamespace(is_main=True, size=1, control=None)  # type: ignore[assignment]
+    monkeypatch.setattr("shardwise.apart.meeting.SILENCE", 0.2)
+
+    def work(seconds: float) -> dict[str, float]:
+        time.sleep(seconds)
+        return {"slept": seconds}
+
+    assert alone._beside(lambda: work(1.7), lambda: told.append("waiting")) == {"slept": 1.7} and told == ["waiting"]
+    assert alone._beside(lambda: work(0.0), lambda: told.append("again")) == {"slept": 0.0} and told == ["waiting"]

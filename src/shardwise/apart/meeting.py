@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from shardwise.config.apart import Apart, split_address
 from shardwise.errors import UserError
 from shardwise.train.setup import Parts
 
+SILENCE = 10.0  # seconds in a meeting after which the terminal is told what is waited for
 BEAT = 0.5  # seconds between signs of life to the other ranks while the main one is on the network
 
 
@@ -41,7 +43,7 @@ class Alone:
         """Never."""
         return False
 
-    def meet(self, last: bool, stopping: Callable[[], bool]) -> dict[str, Any]:
+    def meet(self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, Any]:
         """Never asked for."""
         raise AssertionError("nobody to meet")
 
@@ -145,10 +147,11 @@ class Meeting(Alone):
 
     # Meeting
 
-    def meet(self, last: bool, stopping: Callable[[], bool]) -> dict[str, Any]:
+    def meet(self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, Any]:
         """Sends what was learned, waits for the others, takes what all came to; a record of it for metrics.jsonl.
 
         `stopping`: whether the run was asked to stop. Then nobody is waited for, unless it was the last step.
+        `tell`: where a long wait is explained.
         """
         position, rule, client = self._position, self._rule, self._client
         self._stage(rule.dtype, lambda name, local: self._anchor[name] - local)
@@ -165,7 +168,8 @@ class Meeting(Alone):
             traffic = {"bytes_sent": client.bytes_sent - sent, "bytes_received": client.bytes_received - received}
             return {"ended": ended and vars(ended), "traffic": traffic}
 
-        answer = self._beside(exchange)
+        waits = f"step {position.step}: waiting for the other workers to end round {self._round}"
+        answer = self._beside(exchange, lambda: tell(waits))
         record = {"kind": "meet", "step": position.step, "tokens": word["tokens"], **answer["traffic"]}
         if answer["ended"] is None:
             return record | {"left": True}
@@ -233,11 +237,13 @@ class Meeting(Alone):
                 self._trained.write(name, self._anchor[name])
         self._trained.written()
 
-    def _beside(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _beside(self, work: Callable[[], dict[str, Any]], tell: Callable[[], None] | None = None) -> dict[str, Any]:
         """Does the main rank's work on the network in a thread, and gives all ranks its result.
 
         Meanwhile the main rank gives signs of life: others may be waited for longer than ranks wait for one another.
+        `tell` is called once where it takes long.
         """
+        quiet_until = time.monotonic() + SILENCE
         found: list[Any] = [None]
         failed: list[BaseException] = []
 
@@ -256,6 +262,9 @@ class Meeting(Alone):
             if self._world.is_main:
                 thread.join(BEAT)
                 ended.fill_(not thread.is_alive())
+                if tell is not None and not ended and time.monotonic() > quiet_until:
+                    tell()
+                    tell = None
             if beating:
                 dist.broadcast(ended, 0, group=group)
         if failed:

@@ -124,7 +124,9 @@ def fit(parts: Parts) -> Outcome:
             if meets:  # before evaluating and saving: both are of what all workers came to
                 parts.status.set("meeting the other workers")
                 with parts.meter.paused():
-                    report.met(meeting.meet(last, lambda: control.signal is not None))
+                    report.met(
+                        meeting.meet(last, lambda: control.signal is not None, lambda words: report.noted([words]))
+                    )
                 last = position.step == total  # who was behind the others has moved on with them
                 evaluating, saving = evaluating or (last and parts.eval_loader is not None), saving or last
             if evaluating:
