@@ -147,12 +147,14 @@ def fit(parts: Parts) -> Outcome:
             report.noted([*parts.store.notes(), *parts.copies.notes()])
         report.noted([*parts.spread.idle(), *parts.sharded.idle()])
         parts.status.set("finishing the last checkpoint")
+        report.ending("the last checkpoint is being written")
         parts.store.wait()
         parts.copies.close()
         outcome = Outcome(position.step, loss, eval_loss, stop, watch.enough)
         if not stop and world.is_main:
             parts.status.set("exporting")
             report.ended(outcome.early)
+            report.ending("the model is being exported, and compared with the trained one")
             best = position.best_step if run.export.checkpoint == "best" else None
             finish(parts, outcome, step_folder(parts.store.root, position.step if best is None else best))
         dist.barrier(group=world.checkpoint)

@@ -26,6 +26,7 @@ from shardwise.train.selfcheck import without_gradient
 from shardwise.train.setup import Parts
 from shardwise.train.worker import logs_of
 
+LARGE = 50_000_000  # parameters from which writing and exporting take more than a moment
 BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable
 
 
@@ -34,7 +35,7 @@ class Report:
 
     def __init__(self, parts: Parts, total: int) -> None:
         run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
-        self._looked = False
+        self._looked, self._large = False, parts.job.parameters >= LARGE
         world, logs = parts.world, logs_of(parts.job.output)
         self._own = RankFile(logs, world.rank, world.size, _device_name(world.device))
         self._host: AbstractContextManager[Any] = nullcontext()
@@ -124,6 +125,10 @@ class Report:
         for record in records if self._active else []:
             self._file.append(record)
             self._progress.note(told(record))
+
+    def ending(self, words: str) -> None:
+        """What is still to do after the last step, where that takes more than a moment."""
+        self.noted([words] if self._large else [])
 
     def ended(self, early: str) -> None:
         """Why there are no more steps, where it is not that all are done."""
