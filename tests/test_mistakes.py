@@ -437,7 +437,7 @@ def test_a_full_disk(folder: Path, small_disk: Path, where: tuple[str, str], cap
         main(["train", "run.yaml"])
     lines = capfd.readouterr().err.strip().splitlines()
     assert left.value.code == 2 and len(lines) == 2, lines
-    told = rf"error: offload.disk = '{re.escape(str(small_disk))}/scratch': has [\d.]+ KiB free; .* take [\d.]+ MiB"
+    told = rf"error: offload.disk = '{re.escape(str(small_disk))}/scratch': has [\d.]+ KiB free; .* take [\d.]+ [KM]iB"
     assert re.fullmatch(told, lines[0]), lines
     assert lines[1].startswith("  → free some space")
     assert everything(folder) == before and not list(small_disk.iterdir())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
+import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -909,8 +912,10 @@ def _has_the_word(error: Exception) -> bool:
 
 def main(argv: list[str] | None = None) -> Any:
     """The `shardwise` command: one message and an exit code for every failure a user can meet."""
+    heard = _CtrlC((argv or sys.argv[1:])[:1] == ["train"])
     try:
-        app(args=argv, standalone_mode=True)
+        with heard:
+            app(args=argv, standalone_mode=True)
     except (UserError, RunFailed, Interrupted) as error:
         if _has_the_word(error):
             label = "" if isinstance(error, Interrupted) else "error: "
@@ -921,15 +926,53 @@ def main(argv: list[str] | None = None) -> Any:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left: so do we
         sys.exit(141)
     except BaseException as error:
-        if not _interrupted(error):
+        if not heard.lately or (isinstance(error, SystemExit) and error.code != 130):
             raise
-        words = (argv or sys.argv[1:])[:1] == ["train"] and " before training began; nothing was written"
-        print(f"interrupted{words or ''}", file=sys.stderr)
-        os._exit(130)  # what was under way may be half imported, and would complain on its way out
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+        heard.leave()
 
 
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind it: typer makes an exit of it, and Python another error where it met an import."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+class _CtrlC:
+    """Ends an import at once, and remembers when it was heard elsewhere: what comes of it is no KeyboardInterrupt.
+
+    In the middle of an import that would be raised in native code too, which then aborts; Python 3.11 makes a
+    RuntimeError of it within a class, and a package that imports parts of itself on demand goes round in circles.
+    typer makes an exit of it.
+    """
+
+    LATELY = 5.0  # seconds
+
+    def __init__(self, training: bool) -> None:
+        self._words = f"interrupted{' before training began; nothing was written' * training}"
+        self._at, self._before = -math.inf, signal.getsignal(signal.SIGINT)
+
+    def leave(self) -> NoReturn:
+        """Not by the interpreter's own way out.
+
+        Half-imported modules would complain on it, and where the interrupt met code that was made from a string
+        (dataclasses are) Python ends itself by SIGINT.
+        """
+        print(self._words, file=sys.stderr, flush=True)
+        os._exit(130)
+
+    @property
+    def lately(self) -> bool:
+        return time.monotonic() - self._at < self.LATELY
+
+    def __enter__(self) -> None:
+        if self._before is signal.default_int_handler:
+            with suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGINT, self._hear)
+
+    def __exit__(self, *error: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._hear:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._at = time.monotonic()
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                self.leave()
+            frame = frame.f_back
+        raise KeyboardInterrupt

@@ -30,6 +30,7 @@ WORDS = {  # what stands for something of the reader's own
     r"^shardwise bench --ranks 2$": "shardwise bench --ranks 2 --quick",
     r"^(shardwise launch run\.yaml (?!.*--dry-run).*)$": r"\1 --dry-run",
     r"--hosts (6:8|2:4)(.*)$": r"--hosts \1\2 train.batch_size=1344",  # what any number of these hosts divides
+    r"^(shardwise launch run\.yaml .*--gpus .*)$": r"\1 device=auto",  # the file there says cpu
     r"--num_gpus 2 train\.py …": "--num_gpus 2 train.py --deepspeed_config examples/deepspeed/ds_config.json",
     r" …": "",
     r"^python -m shardwise\.config": f"{sys.executable} -m shardwise.config",
