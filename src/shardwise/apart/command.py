@@ -8,11 +8,11 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from shardwise.asked import Asked
 from shardwise.errors import RunFailed, UserError
 from shardwise.serve.command import bind, find_key, is_loopback
 
@@ -88,12 +88,8 @@ def _only_one(folder: Path) -> FileLock:
 
 
 def _serve(server: Any) -> None:
-    ended = threading.Event()
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
-    before = {kind: signal.signal(kind, leave) for kind in (signal.SIGINT, signal.SIGTERM)}
+    ended = Asked()
+    before = {kind: signal.signal(kind, ended) for kind in (signal.SIGINT, signal.SIGTERM)}
     clock = threading.Thread(target=server.rounds.run, name="clock", daemon=True)
     door = threading.Thread(target=server.serve_forever, name="door", daemon=True)
     clock.start()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.asked import Asked
 from shardwise.observe.curve import Series, terminal_curve
 from shardwise.observe.progress import _duration, _gibibytes, _rate, _six
 from shardwise.watch.finder import Finder
@@ -37,10 +37,10 @@ def show(finder: Finder, console: Console | None = None) -> None:
             run.wait()
         console.print(_Screen(finder, plain=True), soft_wrap=False)
         return
-    stop = threading.Event()
+    stop = Asked()
     # Not as an exception, which would come in the middle of drawing and leave the terminal on its other screen.
     kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, lambda *_: stop.set()) for kind in kinds}
+    before = {kind: signal.signal(kind, stop) for kind in kinds}
     try:
         with Live(_Screen(finder), console=console, screen=True, auto_refresh=False) as live:
             while not stop.wait(REFRESH):

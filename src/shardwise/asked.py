@@ -1,0 +1,32 @@
+"""Whether a signal has asked this process to leave."""
+
+from __future__ import annotations
+
+import time
+from types import FrameType
+
+LOOKS = 0.05  # seconds between two looks
+
+
+class Asked:
+    """A signal handler that remembers, and can be waited for.
+
+    No threading.Event: a handler runs in the main thread, between any two of its instructions. One that sets the event
+    which that thread is just about to wait for finds its lock taken, by itself, and never returns.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def wait(self, seconds: float) -> bool:
+        """Until it is asked, or so long; whether it was."""
+        end = time.monotonic() + seconds
+        while not self and (left := end - time.monotonic()) > 0.0:
+            time.sleep(min(LOOKS, left))
+        return bool(self)
