@@ -224,23 +224,18 @@ class Rounds:
         made = self.ledger.advance(self._round, self._plan, arrivals, weights, self.rule)
         with self._changed:
             expected = {worker for worker, first in self._members.items() if first <= self._round}
-            dropped = sorted(expected - set(self._arrivals))
-            for worker in [*dropped, *(a.worker for a in arrivals if a.last)]:
+            dropped, done = sorted(expected - set(self._arrivals)), [a.worker for a in arrivals if a.last]
+            for worker in [*dropped, *done]:
                 self._members.pop(worker, None)
-            self._finished += sum(a.last for a in arrivals)
+            self._finished += len(done)
             self._figures = {
                 "round": self._round, "workers": [a.worker for a in arrivals], "mean_norm": made.mean_norm,
                 "norms": made.norms, "distances": made.distances, "weights": weights,
             }  # fmt: skip
-            late, done = ([a.worker for a in arrivals if getattr(a, word)] for word in ("late", "last"))
+            late = [a.worker for a in arrivals if a.late]
             record = {"time": time.time(), "seconds": round(time.monotonic() - began, 3), "dropped": dropped}
-            record |= {
-                "late": late,
-                "done": done,
-                "bytes_in": self.bytes_in,
-                "bytes_out": self.bytes_out,
-                **self._figures,
-            }
+            record |= {"late": late, "done": done, "bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
+            record |= self._figures
             self._round, self._digest = self._round + 1, made.digest
             for arrival in arrivals:
                 self.ledger.forget(arrival.worker)
