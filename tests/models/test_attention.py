@@ -22,7 +22,10 @@ from shardwise.models.documents import DocumentMask, Documents, RowsMask
 from shardwise.train import selfcheck
 
 BOUND = 1e-6
-BY_DOCUMENTS = ["llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3"]
+BY_DOCUMENTS = [
+    *("llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3"),
+    *("gemma2", "gpt_oss"),  # a softcap, sinks
+]
 
 
 @pytest.mark.parametrize("kind", packed.MODELS)
@@ -51,15 +54,9 @@ def test_no_mask_is_built_and_no_position_looked_at(kind: str, monkeypatch: pyte
     model = packed.tiny(kind)
     no_mask(monkeypatch)
     packed.packed(packed.recomputed(model), *packed.rows(packed.LAYOUT))
-    with pytest.raises(AssertionError, match="looked at"):
-        packed.packed(model, *packed.rows(packed.LAYOUT), plain=True)
-
-
-def test_gemma2_softcap_goes_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = packed.tiny("gemma2")
-    no_mask(monkeypatch)
-    with pytest.raises(AssertionError, match="a mask was built"):
-        packed.packed(model, *packed.rows(packed.LAYOUT))
+    if kind != "gpt_oss":  # transformers' own masks of it do not look at positions, and documents see each other
+        with pytest.raises(AssertionError, match="looked at"):
+            packed.packed(model, *packed.rows(packed.LAYOUT), plain=True)
 
 
 def test_other_batches_are_not_touched() -> None:
@@ -173,19 +170,29 @@ def test_the_call_of_the_kernel(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_the_kernel_cannot_do_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_in_one_kernel", lambda *args: (_ for _ in ()).throw(AssertionError("reached")))
+    def reached(name: str) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError(f"reached {name}")
+
+        return refuse
+
+    monkeypatch.setattr(attention, "_in_one_kernel", reached("varlen"))
+    monkeypatch.setattr(attention, "attend_capped", reached("capped"))
     packed_mask = DocumentMask(Documents.of_lengths([[3, 4]]), None, largest_head=16)
     ones = DocumentMask(Documents.of_lengths([[1] * 7]), None, largest_head=16)
     half = torch.randn(1, 2, 7, 16, dtype=torch.bfloat16)
     wide = torch.randn(1, 2, 7, 24, dtype=torch.bfloat16)
-    with pytest.raises(AssertionError, match="reached"):
-        attend(nn.Module(), half, half, half, packed_mask)
+    sinks = {"s_aux": torch.zeros(2)}
+    for kernel, more in (("varlen", {}), ("capped", {"softcap": 30.0}), ("capped", sinks)):
+        with pytest.raises(AssertionError, match=f"reached {kernel}"):
+            attend(nn.Module(), half, half, half, packed_mask, **more)
     for tensor, mask, more in (
         (half.float(), packed_mask, {}),
         (wide, packed_mask, {}),
         (half, packed_mask, {"dropout": 0.1}),
-        (half, packed_mask, {"softcap": 30.0}),
-        (half, packed_mask, {"s_aux": torch.zeros(2)}),
+        (half.float(), packed_mask, {"softcap": 30.0}),
+        (wide, packed_mask, sinks),
+        (half, packed_mask, {"softcap": 30.0, "dropout": 0.1}),
         (half, packed_mask, {"position_bias": torch.zeros(1, 2, 7, 7, dtype=torch.bfloat16)}),
         (half, ones, {}),
         (half, DocumentMask(Documents.of_lengths([[7]]), None, largest_head=16), {}),
@@ -262,7 +269,7 @@ def test_a_boundary_off_by_one_is_noticed() -> None:
 
 def check(model: nn.Module) -> None:
     sharded: Any = packed.Alone(model)
-    selfcheck.check_model(sharded, packed.WORDS, True, "the-model", torch.device("cpu"), apart=True)
+    selfcheck.check_model(sharded, packed.WORDS, True, "the-model", torch.device("cpu"), documents=True)
 
 
 @pytest.mark.parametrize("kind", packed.MODELS)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.models.attention import install
+from shardwise.models.attention import attention_as, built_with
 from shardwise.models.build import find_blocks
 from shardwise.models.documents import Documents
 
@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": GROUPED,
     "qwen3": GROUPED | {"head_dim": 12},
     "mistral": GROUPED | {"sliding_window": WINDOW},
-    "gemma2": GROUPED | {"head_dim": 12, "sliding_window": WINDOW},
+    "gemma2": GROUPED | {"head_dim": 12, "sliding_window": WINDOW, "attn_logit_softcapping": 0.5},
     "gemma3_text": GROUPED | {"head_dim": 12, "sliding_window": WINDOW},
     "mixtral": GROUPED | {"num_local_experts": 4},
     "qwen3_moe": GROUPED | dict(head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
@@ -49,17 +49,21 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Ours computes sinks under SDPA's name, where transformers has eager attention alone; Falcon's eager attention adds its
+# ALiBi twice (transformers 5.17), which SDPA does not.
+FORCED = {"gpt_oss": "sdpa", "falcon-alibi": "eager"}
+
+
 def tiny(kind: str, **changes: Any) -> Any:
     """A model whose attention is far from uniform, so that a wrong mask shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind.split("-")[0], **MODELS[kind] | changes)
-    model = AutoModelForCausalLM.from_config(config)
+    model = built_with(AutoModelForCausalLM, config, FORCED.get(kind))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    install(model)
     return model
 
 
@@ -104,13 +108,15 @@ def packed(model: Any, ids: torch.Tensor, labels: torch.Tensor, documents: Docum
 
 
 def alone(model: Any, ids: torch.Tensor, labels: torch.Tensor, documents: Documents) -> Result:
-    """The same, one document after the other."""
+    """The model's definition: eager attention, one document after the other."""
     total = torch.zeros((), device=ids.device)
-    for piece, wanted in zip(
-        ids.flatten().split(documents.lengths), labels.flatten().split(documents.lengths), strict=True
-    ):
-        total = total + _loss(model(input_ids=piece[None], use_cache=False).logits, wanted[None])
-    return _result(model, total)
+    pieces = (table.flatten().split(documents.lengths) for table in (ids, labels))
+    with attention_as(model, "eager"):
+        for piece, wanted in zip(*pieces, strict=True):
+            ones = torch.ones_like(piece[None])
+            logits = model(input_ids=piece[None], attention_mask=ones, use_cache=False).logits
+            total = total + _loss(logits, wanted[None])
+        return _result(model, total)
 
 
 def distance(a: Result, b: Result) -> tuple[float, float]:

@@ -180,7 +180,9 @@ class Data(Section):
         default=0.0, description="share held out per source (2%), or sources of its own; 0 = no evaluation"
     )
     sequence_length: Whole = Field(default=2048, ge=8, description="tokens per sequence")
-    packing: bool = Field(default=True, description="several documents per sequence, none seeing another")
+    packing: Literal["auto"] | bool = Field(
+        default="auto", description="several documents per sequence, none seeing another; auto: where the model can"
+    )
     packing_window: Whole = Field(
         default=65536, ge=1, description="documents that are shuffled and packed together; a source up to this size is "
         "shuffled as a whole"

@@ -83,7 +83,7 @@ class _Mark:
 
 def make_loader(sources: Sequence[SourceStream], data: Data, seed: int, layout: Layout, temperature: float) -> Loader:
     """A loader as the settings want it; evaluation, which mixes nothing, has a temperature of 1."""
-    return Loader(sources, data.sequence_length, data.packing, data.packing_window, seed, layout, temperature)
+    return Loader(sources, data.sequence_length, bool(data.packing), data.packing_window, seed, layout, temperature)
 
 
 class Loader:

@@ -30,7 +30,7 @@ from shardwise.data.purposes import note_of
 from shardwise.data.render import Renderer
 from shardwise.data.tokenise import RowReader, Spec, fit, look
 from shardwise.errors import UserError
-from shardwise.models.adapt import adapt_model, labels_of
+from shardwise.models.adapt import adapt_model, labels_of, settle_attention
 
 
 class Problems(Exception):
@@ -63,6 +63,7 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
     try:
         source = adapt_model(result, source, tokenizer)
         resolve_model(result, source.config)
+        source = settle_attention(result, source, say)
     except UserError as error:
         raise Problems([error]) from None
     run, purpose, labels = result.run, purpose_of(result.run), labels_of(result.run)
@@ -114,7 +115,7 @@ def bill_of(found: Survey) -> Bill:
     sequences, efficiency = loader.epoch_sequences(), loader.efficiency()
     documents = round(sum(p * one.known["documents"] for p, one in zip(passes, prepared.train, strict=True)))
     tokens = round(efficiency * sequences * data.sequence_length)
-    packing = PackingBill(data.packing, sequences, documents, tokens, data.sequence_length, data.packing_window)
+    packing = PackingBill(bool(data.packing), sequences, documents, tokens, data.sequence_length, data.packing_window)
     template = template_fingerprint(found.tokenizer)
     purpose = purpose_of(found.run)
     return Bill(bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length, purpose)

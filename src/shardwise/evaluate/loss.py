@@ -23,6 +23,8 @@ from shardwise.errors import UserError
 from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.figures import Figure, Measured, ratio
 from shardwise.evaluate.settings import LossTask
+from shardwise.models.adapt import settle_attention
+from shardwise.models.attention import set_attention
 from shardwise.models.source import ModelSource
 from shardwise.models.tasks import task_of
 from shardwise.objectives.make import make_objective
@@ -54,11 +56,12 @@ def measure_loss(
     bar: Bar,
 ) -> Measured:
     """Loss and perplexity on the task's data, or on what the run held out."""
-    run = _settings(task, name, model, run)
+    run, source = _settings(task, name, model, run)
+    if source.attention:
+        set_attention(model, source.attention)
     vocabulary = model.get_input_embeddings().num_embeddings
     data, held_out = _data(task, run)
     prepared = _prepared(data, tokenizer, run, vocabulary, _classes(model))
-    source = ModelSource(name, model.config, None, name, task=task_of(model.config))
     job = Job(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
     stores = [one.held_out if held_out else one.store for one in prepared.train]
     names = source_names(data.train)
@@ -99,8 +102,8 @@ def _ratio(name: str, pairs: np.ndarray, more: bool = True) -> Figure:
     return ratio(name, pairs[:, 0], pairs[:, 1], more)
 
 
-def _settings(task: LossTask, name: str, model: Any, run: Run | None) -> Run:
-    """The run's own settings, or those of a run that would have this model and these data."""
+def _settings(task: LossTask, name: str, model: Any, run: Run | None) -> tuple[Run, ModelSource]:
+    """The run's own settings, or those of a run that would have this model and these data; and the model's source."""
     if run is None:
         if task.data is None:
             problem = "no run made this model, so nothing says what to measure it on"
@@ -120,7 +123,9 @@ def _settings(task: LossTask, name: str, model: Any, run: Run | None) -> Run:
     if settings.type not in ALONE:
         problem = f"the loss of {settings.type} needs more than the model itself, and is measured while training alone"
         raise UserError("objective", settings.type, problem, "give texts with --data, or other tasks")
-    return result.run
+    source = ModelSource(name, model.config, None, name, task=task_of(model.config))
+    source = settle_attention(result, source, lambda _: None)
+    return result.run, source
 
 
 def _data(task: LossTask, run: Run) -> tuple[Data, bool]:

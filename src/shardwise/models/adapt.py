@@ -1,4 +1,4 @@
-"""Makes a model's config fit the run before the model is built: its classes, and its tokenizer's ids.
+"""Makes a model fit the run before it is built: its classes, its tokenizer's ids, and the path its attention takes.
 
 A fresh config has the ids of some other vocabulary, and encoder–decoders begin every target with one of them.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardwise.config.resolve import Resolution
+from shardwise.config.resolve import Resolution, purpose_of
+from shardwise.config.schema import Run
 from shardwise.data.labels import class_of, collect_labels
+from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.errors import UserError
+from shardwise.models.definition import AttentionPath, path_for
 from shardwise.models.source import ModelSource
 from shardwise.models.tasks import class_names
 
@@ -49,6 +53,56 @@ def adapt_model(result: Resolution, source: ModelSource, tokenizer: Any) -> Mode
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: number for number, name in enumerate(labels)}
     return replace(source, config=config)
+
+
+def settle_attention(result: Resolution, source: ModelSource, say: Callable[[str], None]) -> ModelSource:
+    """The source with the fastest attention that computes what the model's definition says for the rows of this run.
+
+    Where packed rows would be computed otherwise than single documents, `data.packing: auto` is answered with no;
+    where padded rows would, with rows one at a time.
+    """
+    own = getattr(source.config, "_attn_implementation", None)
+    if own not in (None, "sdpa", "eager"):
+        return source  # a kernel that the user chose
+    run, kind = result.run, source.config.model_type
+    if run.data.packing and purpose_of(run) not in ROW_PURPOSES:
+        path = path_for(source, "packed", documents=run.attention == "auto")
+        if not path.trouble:
+            result.put("data.packing", True, None)
+            return _on_path(source, path, say)
+        why = f"{kind} computes something else for a document in a packed row than alone ({path.trouble})"
+        if run.data.packing is True:
+            raise UserError("data.packing", True, why, "set data.packing: false, or leave it out")
+        result.put("data.packing", False, why)
+    path = path_for(source, "padded")
+    if path.trouble:
+        why = f"{kind} computes something else for a row with padding than without ({path.trouble})"
+        path = path_for(source, "single")
+        if path.trouble:
+            problem = f"{kind} computes something else than its own definition with eager attention ({path.trouble})"
+            raise UserError("model", source.label, problem, "use another model, or another version of transformers")
+        if run.train.micro_batch_size != 1:
+            result.put("train.micro_batch_size", 1, why)
+    return _on_path(source, path, say)
+
+
+def on_rows_of(run: Run, source: ModelSource) -> ModelSource:
+    """A second model's source, with the attention that is right for the rows of a run."""
+    path = path_for(source, "packed" if run.data.packing else "padded", documents=run.attention == "auto")
+    if path.trouble:
+        problem = f"computes something else for the rows of this run than for one document at a time ({path.trouble})"
+        raise UserError("model", source.label, problem, "set data.packing: false and train.micro_batch_size: 1")
+    return _on_path(source, path, lambda _: None)
+
+
+def _on_path(source: ModelSource, path: AttentionPath, say: Callable[[str], None]) -> ModelSource:
+    kind = source.config.model_type
+    if path.untried:
+        say(f"attention: no tiny {kind} model could be compared with its definition ({path.untried})")
+        return source
+    if path.slower:
+        say(f"attention: eager, which is slower; SDPA would compute something else for {kind} ({path.slower})")
+    return replace(source, attention=path.implementation, documents=path.documents)
 
 
 def _with_ends(config: Any, tokenizer: Any, given: dict[str, Any]) -> Any:

@@ -3,15 +3,21 @@
 transformers asks two registries how to mask and how to attend. `install` puts functions there, under the names that
 models already use (a new name changes their code paths), which act on batches that carry their documents (see
 documents.py) and hand every other call to the functions that stood there before. On CUDA all documents of a batch go
-through one variable-length kernel; on a CPU they are attended to one by one. What these cannot do (softcaps, sinks,
-position biases, dropout or fp32 in the kernel, modules with attention of their own) gets the right mask as a tensor.
+through one variable-length kernel; on a CPU they are attended to one by one. What these cannot do (position biases,
+dropout or fp32 in the kernel, modules with attention of their own) gets the right mask as a tensor.
+
+[Note: softcaps and sinks] transformers' SDPA function takes any keyword and ignores those that it does not know, the
+softcap of Gemma 2 and the sinks of gpt-oss among them. Ours computes them: by a kernel of its own on CUDA
+(kernels/capped_attention.py), else as its reference does. Which models are right under the name `sdpa` is tried
+(definition.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -22,12 +28,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.acting import kind_of, stands_in
+from shardwise.kernels.capped_attention import attend_capped, reference, softmax_with
 from shardwise.kernels.long_attention import CUDNN, attend_long, is_long
 from shardwise.models.documents import DocumentMask, OwnMask, OwnRows, RowsMask
 from shardwise.models.grouped_attention import attend_in_groups
 
-# What modules pass for scores other than softmax(scale * QK): the stock functions know what to do with it.
-EXTRAS = ("position_bias", "softcap", "s_aux")
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
 # torch 2.11's function takes fewer heads of keys without being told.
 GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -36,20 +41,74 @@ KERNEL_OPTIONS: dict[str, Any] = {"enable_gqa": True} if GQA else {}
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of queries and keys, and what happens to them before they meet the values."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # one more score for each head, which has no value
+    dropout: float = 0.0
+
+
+def built_with(kind: Any, config: Any, attention: str | None, **how: Any) -> Any:
+    """A model of an auto class whose attention goes by this name, whether or not its class says it supports it.
+
+    Our functions are in the registries afterwards: SDPA without them computes something else for some models.
+    """
+    register()
+    if attention is None:
+        return kind.from_config(config, **how)
+    try:
+        return kind.from_config(config, attn_implementation=attention, **how)
+    except ValueError:
+        if attention == "eager":
+            raise
+    model = kind.from_config(config, attn_implementation="eager", **how)
+    set_attention(model, attention)
+    return model
+
+
+def _configs(model: Any) -> dict[int, Any]:
+    """The configs of a model's parts that name an attention."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Names the attention of every part of a model."""
+    for config in _configs(model).values():
+        config._attn_implementation = name
+
+
+@contextlib.contextmanager
+def attention_as(model: Any, name: str) -> Iterator[None]:
+    """Within it every part of a model attends by this name."""
+    before = [(config, config._attn_implementation) for config in _configs(model).values()]
+    set_attention(model, name)
+    try:
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation = own
+
+
 def install(model: Any) -> bool:
     """Teaches transformers about documents; False where this model attends by other means, and needs the plain path."""
+    register()
+    return {config._attn_implementation for config in _configs(model).values()} <= {"sdpa", "eager"}
+
+
+def register() -> None:
+    """Puts our functions in transformers' registries, once."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    kinds = {getattr(m.config, "_attn_implementation", None) for m in model.modules() if hasattr(m, "config")}
-    if not kinds <= {"sdpa", "eager"}:
-        return False
     masks, attentions = AttentionMaskInterface(), AttentionInterface()
     for name in ("sdpa", "eager"):
         if not _is_ours(masks[name]):
             AttentionMaskInterface.register(name, partial(mask_documents, masks[name], name == "sdpa"))
     if not _is_ours(attentions["sdpa"]):
         AttentionInterface.register("sdpa", partial(attend_documents, attentions["sdpa"]))
-    return True
 
 
 def _is_ours(function: Any) -> bool:
@@ -129,26 +188,67 @@ def attend_documents(
         how = {"module": module, "dropout": dropout, "scaling": scaling}
         return attention_mask.attend(plain, query, key, value, **how, **kwargs), None
     other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
-    if not isinstance(attention_mask, DocumentMask):
+    mask = attention_mask if isinstance(attention_mask, DocumentMask) else None
+    if mask is not None and any((x.shape[0], x.shape[2]) != mask.rows_and_width for x in (query, key, value)):
+        attention_mask = mask.real
+        mask = None
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = Scores(scale, kwargs.get("softcap"), kwargs.get("s_aux"), dropout)
+        if mask is None:
+            return _capped_in_steps(module, query, key, value, attention_mask, scores, kwargs), None
+        return _capped_documents(query, key, value, mask, scores), None
+    if mask is None:
         return other(attention_mask=attention_mask)
-    documents = attention_mask.documents
-    shape = (documents.rows, documents.width)
-    unusual = any(kwargs.get(name) is not None for name in EXTRAS)
-    if unusual or any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
-        return other(attention_mask=attention_mask.real)
-    if documents.alone and attention_mask.covers(documents.width):  # nothing is packed: SDPA's own kernels are faster
+    if kwargs.get("position_bias") is not None:
+        return other(attention_mask=mask.real)
+    documents = mask.documents
+    if documents.alone and mask.covers(documents.width):  # nothing is packed: SDPA's own kernels are faster
         if query.dtype == torch.float32 and kind_of(query) == "cuda" and query.shape[1] != key.shape[1]:
             # The only kernel that takes fp32 wants as many keys as queries; else every score would be kept.
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
             other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
-        if _in_long_kernel(module, query, key, value, attention_mask, dropout):
+        if _in_long_kernel(module, query, key, value, mask, dropout):
             return attend_long(query, key, value, scaling), None
         return other(attention_mask=None, is_causal=True)
-    if _kernel_takes(query, key, value, attention_mask, dropout):
-        return _in_one_kernel(query, key, value, attention_mask, scaling), None
+    if _kernel_takes(query, key, value, mask, dropout):
+        return _in_one_kernel(query, key, value, mask, scaling), None
     if kind_of(query) == "cpu":
-        return _one_by_one(query, key, value, attention_mask, dropout, scaling), None
-    return other(attention_mask=attention_mask.bias(query.dtype))
+        return _one_by_one(query, key, value, mask, dropout, scaling), None
+    return other(attention_mask=mask.bias(query.dtype))
+
+
+def _capped_documents(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, scores: Scores
+) -> torch.Tensor:
+    """Softcaps and sinks: all documents in one kernel, or one by one as its reference."""
+    q, k, v = _flat(query), _flat(key), _flat(value)
+    how: Any = {"scale": scores.scale, "softcap": scores.softcap, "sinks": scores.sinks, "window": mask.window}
+    if mask.spans is not None and _kernel_takes(query, key, value, mask, scores.dropout):
+        return _in_rows(attend_capped(q, k, v, *mask.spans, mask.documents.longest, **how), mask)
+    parts = zip(*(x.split(mask.documents.lengths) for x in (q, k, v)), strict=True)
+    return _in_rows(torch.cat([reference(a, b, c, None, **how, dropout=scores.dropout) for a, b, c in parts]), mask)
+
+
+def _capped_in_steps(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scores: Scores,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Softcaps and sinks by plain operations, for any mask."""
+    wide, heads = torch.promote_types(query.dtype, torch.float32), query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(heads, 1) for x in (key, value))
+    found = (query @ key.transpose(-1, -2)).to(wide) * scores.scale
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    if kwargs.get("position_bias") is not None:
+        found = found + kwargs["position_bias"]
+    causal = kwargs.get("is_causal")
+    if mask is None and query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal):
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        found = found.masked_fill(~mask, torch.finfo(wide).min) if mask.dtype == torch.bool else found + mask
+    weights = softmax_with(found, scores.sinks, scores.dropout)
+    return (weights.to(value.dtype) @ value).transpose(1, 2)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -184,7 +284,7 @@ def _one_by_one(
 def _kernel_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float
 ) -> bool:
-    """Whether the variable-length kernel computes this, and computes it right."""
+    """Whether kernels over documents laid end to end compute this, and compute it right."""
     head = max(query.shape[-1], value.shape[-1])
     half = query.dtype == key.dtype == value.dtype and query.dtype in KERNEL_TYPES
     grouped = query.shape[1] % key.shape[1] == 0

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
+from shardwise.models.attention import built_with
 from shardwise.models.source import ModelSource
 from shardwise.models.tasks import auto_class
 from shardwise.models.weights import fill_local, packing_of
@@ -27,9 +28,10 @@ def build_on_meta(source: ModelSource) -> Any:
 
     try:
         with init_empty_weights(include_buffers=False):
-            model = auto_class(source.task).from_config(
-                source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
-            )
+            model = built_with(
+                auto_class(source.task), source.config, source.attention or None,
+                dtype=torch.float32, trust_remote_code=source.trust_remote_code,
+            )  # fmt: skip
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         raise UserError(
             "model", source.label, f"transformers could not build it ({error})", "check model.config"

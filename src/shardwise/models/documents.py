@@ -79,6 +79,12 @@ class Documents:
         return flat - self.boundaries.long()[self.index]
 
     @cached_property
+    def spans(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each token's document begins and ends within the rows laid end to end, int32, on the device."""
+        index = self.index.flatten()
+        return self.boundaries[index], self.boundaries[index + 1]
+
+    @cached_property
     def groups(self) -> list[Group]:
         """Documents of about one length together, for attention on a CPU."""
         return group(self.lengths, self.boundaries.device)
@@ -218,7 +224,10 @@ class DocumentMask(_Standing):
     def __init__(self, documents: Documents, window: int | None, largest_head: int = 0) -> None:
         self.documents, self.window, self.largest_head = documents, window, largest_head
         self.shape = torch.Size((documents.rows, 1, documents.width, documents.width))
+        self.rows_and_width = (documents.rows, documents.width)
         self.device = documents.boundaries.device
+        # For the kernel of capped scores; made here since a block may be compiled.
+        self.spans = documents.spans if largest_head else None
         self._bands: dict[int, torch.Tensor] = {}
         self._biases: dict[torch.dtype, torch.Tensor] = {}
 

@@ -28,6 +28,7 @@ from shardwise.checkpoint.store import MODEL, check_whole, load_tensors
 from shardwise.config.schema import Model
 from shardwise.data.fingerprint import check_fingerprint
 from shardwise.errors import UserError
+from shardwise.models.definition import set_path
 from shardwise.models.source import ModelSource, find_model
 from shardwise.models.tasks import auto_class, check_talks, task_of
 
@@ -94,6 +95,7 @@ def _pretrained(source: ModelSource, device: str, brought: Collection[str] = ())
         problem = f"its files lack {len(missing)} tensors, {missing[0]} among them"
         raise UserError("model", source.label, problem, "fetch it again")
     model.config.use_cache = True
+    set_path(model, source.task)
     return model.to(device).eval()
 
 
@@ -124,6 +126,7 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
         config = AutoConfig.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
         config.use_cache = True
         model = auto_class(task_of(config)).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        set_path(model, task_of(config))
         names = set(model.state_dict().keys())
     # Tied tensors are stored once; of an adapter run by each of their names.
     parameters = model.named_parameters(remove_duplicate=not holds_adapter(checkpoint))

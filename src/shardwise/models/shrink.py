@@ -35,7 +35,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     )),
     (GROUPS, (
         "num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_query_groups", "linear_num_key_heads",
-        "num_key_value_groups", "index_n_heads", "indexer_n_heads", "kv_n_heads", "num_global_key_value_heads",
+        "num_key_value_groups", "kv_n_heads", "num_global_key_value_heads",
         "swa_num_key_value_heads", "num_filters",
     )),
     (HEAD, (
@@ -91,6 +91,10 @@ OPTIONAL = {  # None is a choice: it stays
     "sliding_window", "q_lora_rank", "n_inner", "encoder_hidden_size", "o_lora_rank", "attention_chunk_size",
     "attention_window", "num_experts", "num_local_experts",
 }  # fmt: skip
+# Of sparse attention, which takes the keys with the largest sums over these heads: with few of them many sums are zero,
+# and which of equal keys is taken depends on what else is in the row.
+INDEX_HEADS, FEW_TIES = ("index_n_heads", "indexer_n_heads"), 16
+CAPS, CAP = ("softcap", "soft_cap", "logit_cap"), 2.0  # of scores and logits: low enough to bite
 NOISE = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
@@ -108,8 +112,12 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
             if old == 1 and ("top" in name or ("exp" in name and "moe" not in kind.model_type)):
                 size = 1
             changed[name] = [size for _ in range(layers)] if isinstance(old, (list, tuple)) else size
+        elif name in INDEX_HEADS:
+            changed[name] = min(old or FEW_TIES, FEW_TIES)
         elif ("drop" in name and isinstance(old, float)) or name in NOISE:
             changed[name] = 0.0
+        elif isinstance(old, (int, float)) and any(word in name for word in CAPS) and not isinstance(old, bool):
+            changed[name] = CAP
         elif name == "depths" and isinstance(old, (list, tuple)):
             changed[name] = [1 for _ in old]
         elif name in SPECIAL:

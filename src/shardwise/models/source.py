@@ -36,7 +36,11 @@ RENAMED = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype",
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built: its config, its weights (None = from scratch) and its tokenizer's folder."""
+    """A model that can be built: its config, its weights (None = from scratch) and its tokenizer's folder.
+
+    `attention`: transformers' name for the attention that it is built with, and whether packed rows bring their
+    documents; both as models/definition.py finds them (empty and None: not tried).
+    """
 
     label: str
     config: Any
@@ -44,6 +48,8 @@ class ModelSource:
     tokenizer: str
     trust_remote_code: bool = False
     task: Task = "causal"
+    attention: str = ""
+    documents: bool | None = None
 
     def load_tokenizer(self) -> Any:
         """The tokenizer, fast (offsets are needed to mask exactly)."""

@@ -11,6 +11,7 @@ from shardwise.cache import cache_root
 from shardwise.config.schema import Model, Run
 from shardwise.data.taught import Answers
 from shardwise.errors import UserError
+from shardwise.models.adapt import on_rows_of
 from shardwise.models.source import ModelSource, find_model, weights_key
 
 FIELD = "objective.teacher"
@@ -40,6 +41,7 @@ def find_teacher(
     name = settings.teacher
     try:
         source = find_model(Model(name=name, trust_remote_code=run.model.trust_remote_code), say, "causal")
+        source = on_rows_of(run, source)
         model = build_on_meta(source)
         source = readable(source, model, say)
         theirs = source.load_tokenizer()

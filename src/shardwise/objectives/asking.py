@@ -75,7 +75,7 @@ def _answers(
     data, micro = job.run.data, int(job.run.train.micro_batch_size)
     rows = list(_rows(store.table(chunk), chunk, data.sequence_length if data.packing else 0))
     batches = [rows[i : i + micro] for i in range(0, len(rows), micro)]
-    reader, layout = _OneStore(store, data.packing), TaughtLayout(job.pad_id)
+    reader, layout = _OneStore(store, bool(data.packing)), TaughtLayout(job.pad_id)
     for first in range(0, len(batches), world.size):
         turn = batches[first : first + world.size]
         # A rank that has no batch left still takes part: the forward is collective.

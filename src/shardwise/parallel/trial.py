@@ -1,12 +1,14 @@
 """A tiny model of a class against itself in one process: what the zoo (zoo.py) and the check before a run share.
 
-Parameters are moved away from where their authors start them, so that no error hides behind a norm of ones or a bias of
-zeros, and everything is computed in double precision: what is left apart is wrong, not rounded.
+Parameters are moved away from where their authors start them, so that no error hides behind a norm of ones, a bias of
+zeros, scores too small for a cap or a sink to matter, or a recurrent state that decays within a token. Everything is
+computed in double precision: what is left apart is wrong, not rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from shardwise.config.objectives import Task
 from shardwise.data.layout import IGNORE
+from shardwise.models.attention import built_with
 from shardwise.models.shrink import shrink
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
 
 ROWS, WIDTH, LONGER = 4, 16, 4
 LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest
-NOISE = {torch.float64: 1e-9}  # of the largest gradient: less is rounding (a bias of keys has none but that)
+# Of the largest gradient: less is rounding, and single precision's, for norms and routers compute in it whatever the
+# model does (a bias of keys has no gradient but that).
+NOISE = 1e-4
 FIRST = 3  # ids before it are special
+VECTOR, MATRIX = (
+    0.3,
+    0.2,
+)  # how far norms and biases, and matrices, are moved: a matrix of width 32 keeps the size of its input
+DECAY = ("A_log",)  # logarithms of how fast a state-space layer forgets, which it does within a token when fresh
+SLOW = 0.05
 
 
 class Refused(Exception):
@@ -43,21 +55,18 @@ class Case:
     task: Task
     seed: int = 0
     dtype: torch.dtype = torch.float64
+    attention: str = ""  # transformers' name for it; empty: its own choice
 
-    def model(self) -> Any:
-        """The same on every rank; ready to train."""
+    def model(self, attention: str = "") -> Any:
+        """The same on every rank; ready to train. `attention`: another than the case's."""
         torch.manual_seed(self.seed)
         with quiet():
-            model: Any = auto_class(self.task).from_config(self.config).to(self.dtype)
+            kind, name = auto_class(self.task), attention or self.attention or None
+            model: Any = built_with(kind, self.config, name).to(self.dtype)
         model.config.use_cache = False
         if self.dtype is torch.float64:
             model.config._experts_implementation = "eager"  # grouped matmuls know no double precision
-        random = torch.Generator().manual_seed(self.seed + 1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
-                    parameter.add_(0.05 * noise.to(parameter.dtype))
+        _move(model, self.seed + 1)
         model.tie_weights()
         return model.train()
 
@@ -81,9 +90,25 @@ class Case:
         return torch.randint(FIRST, vocabulary - 1, (rows, width), generator=random)
 
 
+@torch.no_grad()
+def _move(model: nn.Module, seed: int) -> None:
+    """Moves parameters to where everything that a model computes can be seen in its loss."""
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64).to(parameter.dtype)
+        if name.endswith(DECAY):
+            parameter.copy_(math.log(SLOW) + VECTOR * noise)
+        elif parameter.ndim < 2:
+            parameter.add_(VECTOR * noise)
+        else:
+            parameter.add_(MATRIX * noise)
+
+
 def tiny_case(source: ModelSource) -> Case:
     """Of a model that someone wants to train."""
-    return Case(shrink(source.config), source.task)
+    return Case(shrink(source.config), source.task, attention=source.attention)
 
 
 @dataclass(frozen=True)
@@ -117,10 +142,32 @@ def units_of(labels: torch.Tensor) -> int:
     return int((labels != IGNORE).sum())
 
 
+class DoubleSoftmax(TorchFunctionMode):
+    """Keeps softmax in double precision where eager attention asks for single."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        single = kwargs.get("dtype") is torch.float32 and func in (F.softmax, torch.softmax, torch.Tensor.softmax)
+        if single and args[0].dtype is torch.float64:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
 def alone(case: Case) -> Answer:
-    """What one process computes."""
-    model, labels = case.model(), case.labels()
-    loss = mean_loss(model(**case.inputs(), use_cache=False).logits, labels, units_of(labels))
+    """What one process computes by the model's definition (models/definition.py): eager attention, row by row."""
+    inputs, labels = case.inputs(), case.labels()
+    rows = [{name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))]
+    with DoubleSoftmax():
+        return summed(case.model(attention="eager"), zip(rows, labels.split(1), strict=True), units_of(labels))
+
+
+def summed(model: Any, documents: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]], units: int) -> Answer:
+    """The mean loss over documents that are given one at a time, and its gradients."""
+    losses = []
+    for inputs, labels in documents:
+        ones = torch.ones_like(inputs["input_ids"])
+        losses.append(mean_loss(model(**inputs, attention_mask=ones, use_cache=False).logits, labels, units))
+    loss = torch.stack(losses).sum()
     loss.backward()
     return Answer(loss.item(), gradients_of(model))
 
@@ -152,4 +199,4 @@ def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None, largest: floa
         return float("inf")
     if not theirs.numel():
         return 0.0
-    return float((ours - theirs).abs().max() / (theirs.abs().max() + NOISE.get(theirs.dtype, 1e-3) * largest + 1e-12))
+    return float((ours - theirs).abs().max() / (theirs.abs().max() + NOISE * largest + 1e-12))

@@ -16,6 +16,7 @@ from shardwise.config.resolve import (
 )
 from shardwise.config.schema import Parallel, Run
 from shardwise.errors import UserError
+from shardwise.models.adapt import settle_attention
 from shardwise.plan.blocks import fewest_recomputed
 from shardwise.plan.explain import headline, reasons, told
 from shardwise.plan.gate import cluster_here
@@ -37,6 +38,7 @@ def answered(run: Run, say: Callable[[str], None]) -> Resolution:
     source = find_config(plain.model, task_wanted(plain))
     resolve_objective(settled, source.task)
     resolve_model(settled, source.config)
+    source = settle_attention(settled, source, lambda _: None)
     cluster = cluster_here(settled.run, world_size(settled.run))
     if cluster is None:
         problem = "this machine's GPU is not in the hardware table"

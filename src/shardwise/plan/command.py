@@ -21,6 +21,7 @@ from shardwise.config.resolve import Machine, resolve_machine, resolve_model, re
 from shardwise.config.schema import Model, Run
 from shardwise.config.units import human, parse_number
 from shardwise.errors import UserError
+from shardwise.models.adapt import settle_attention
 from shardwise.models.source import ModelSource
 from shardwise.plan.estimate import Estimate, estimate
 from shardwise.plan.explain import guidelines, headline, long_time, money, reasons, told
@@ -200,6 +201,7 @@ def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> t
     result = resolve_machine(run.model_copy(update={"train": divided}), machine)
     resolve_objective(result, source.task)
     resolve_model(result, source.config)
+    source = settle_attention(result, source, lambda _: None)
     final = result.run.model_copy(update={"compile": run.compile})  # a strategy decides what is left open
     return final.model_copy(update={"train": final.train.model_copy(update={"batch_size": batch})}), source
 

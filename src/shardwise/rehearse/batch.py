@@ -40,9 +40,9 @@ def micro_batch(run: Run, rows: int, documents: int = 1) -> Any:
     """Full rows, of `documents` each where rows are packed; every position is learned, the most there can be."""
     width = run.data.sequence_length
     if purpose_of(run) == "causal":
-        lengths = _lengths(width, documents, run.data.packing)
+        lengths = _lengths(width, documents, bool(run.data.packing))
         each = np.array([(0, 0, length, length, 0) for length in lengths], DOCUMENT)
-        made = CausalLayout(0).collate(_Reader(run.data.packing), [each] * rows, 0)
+        made = CausalLayout(0).collate(_Reader(bool(run.data.packing)), [each] * rows, 0)
         return replace(made, labels=torch.full_like(made.labels, FIRST))
     ids = torch.full((rows, width), FIRST)
     return RowBatch(ids, torch.ones_like(ids), torch.full_like(ids, FIRST))

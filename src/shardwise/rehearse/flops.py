@@ -39,8 +39,9 @@ def _attention(func: Any, args: Any, kwargs: Any, backward: bool) -> int:
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     query, key = given["query"], given["key"]
     value = given["value"]
-    if "max_q" in given:  # documents end to end, (tokens, heads, head): as if all were of the longest's length
-        scores, heads = query.shape[0] * int(given["max_k"]) / 2, query.shape[1]
+    longest = given.get("max_k", given.get("longest"))
+    if longest is not None:  # documents end to end, (tokens, heads, head): as if all were of the longest's length
+        scores, heads = query.shape[0] * min(int(longest) / 2, given.get("window", longest)), query.shape[1]
     else:
         scores, heads = query.shape[0] * query.shape[-2] * key.shape[-2], query.shape[1]
         scores *= 0.5 if given.get("is_causal") else 1.0

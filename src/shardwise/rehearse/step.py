@@ -146,10 +146,6 @@ def set_up(
     with acting("cpu"):
         vocabulary = asked.model.get_input_embeddings().num_embeddings
         apart = check_documents(asked, vocabulary, job, asked.device, say)
-        if apart:
-            from shardwise.models.attention import install
-
-            install(sharded.model)
         objective = make_objective(job, world, sharded, apart, asked, say)
     with fake or nullcontext():
         disk: Any = NoDisk() if fake is not None else DiskFolder(job.offload_folder, world.rank, world.size)

@@ -33,7 +33,7 @@ from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.data.rows import row_layout
 from shardwise.data.taught import TaughtLayout
 from shardwise.errors import UserError
-from shardwise.models.adapt import adapt_model, labels_of, padding_id
+from shardwise.models.adapt import adapt_model, labels_of, padding_id, settle_attention
 from shardwise.models.source import ModelSource, find_model
 from shardwise.models.teacher import Teacher, find_teacher
 
@@ -138,6 +138,7 @@ def prepare_job(
     tokenizer = source.load_tokenizer()
     source = adapt_model(result, source, tokenizer)
     resolve_model(result, source.config)
+    source = settle_attention(result, source, say)
     model = build_on_meta(source)
     source = readable(source, model, say)
     if source.weights is not None and (new := new_parameters(model, source.weights)):

@@ -1,7 +1,9 @@
-"""Two seconds of proof before training: this model, as built, neither looks ahead nor across packed documents.
+"""Two seconds of proof before training: this model, as built, computes what it does with eager attention and one
+document at a time, and neither looks ahead nor across packed documents.
 
-Some architectures ignore `position_ids` or the mask that packing relies on, and say nothing. We change tokens and see
-whether logits move that must not. All ranks run it together (the forwards are collective).
+models/definition.py has tried a tiny model of the class; this is the real one, with its weights, on its device and in
+its precision. Some architectures ignore `position_ids` or the mask that packing relies on, and say nothing: tokens are
+changed to see whether logits move that must not. All ranks run it together (the forwards are collective).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.errors import UserError
+from shardwise.models.attention import attention_as
 from shardwise.models.documents import Documents
 from shardwise.zero.stages import ShardedModel
 from shardwise.zero.update import Update
@@ -60,36 +63,43 @@ class Undivided:
 
 
 def check_model(
-    sharded: Whole, vocabulary: int, packing: bool, label: str, device: torch.device, apart: bool = False
+    sharded: Whole, vocabulary: int, packing: bool, label: str, device: torch.device, documents: bool = False
 ) -> None:
-    """Refuses a model whose logits depend on later tokens, or on another document of the same sequence.
+    """Refuses a model whose logits depend on later tokens or on another document of the same sequence, or are not
+    those of eager attention.
 
-    `apart`: the model is told where documents begin, as the objective will tell it (models/attention.py).
+    `documents`: packed rows bring their documents, as the objective will have it (models/attention.py).
     """
     length = min(LENGTH, _positions(sharded.model) // 2)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (1, 2 * length), generator=generator)
     positions = torch.arange(length).repeat(2)[None] if packing else None
     with sharded.evaluation():
-        base = _logits(sharded.model, ids, positions, device, apart)
+        base = _logits(sharded.model, ids, positions, device, documents)
         # Many tokens at once: the more that leaks, the surer it shows. Half of the last document, for a model may keep
         # documents apart and still look ahead within them.
         late = 2 * length - length // 2
-        last = _logits(sharded.model, _changed(ids, slice(late, None), vocabulary), positions, device, apart)
+        last = _logits(sharded.model, _changed(ids, slice(late, None), vocabulary), positions, device, documents)
         if _moved(base[:, :late], last[:, :late]):
             problem = "its predictions depend on later tokens, so it is not a causal language model"
             remedy = "use a decoder model (for BERT-like configs: is_decoder: true)"
             raise UserError("model", label, problem, remedy)
         if packing:
-            first = _logits(sharded.model, _changed(ids, slice(length), vocabulary), positions, device, apart)
+            first = _logits(sharded.model, _changed(ids, slice(length), vocabulary), positions, device, documents)
             if _moved(base[:, length:], first[:, length:]):
                 problem = "this model lets packed documents see each other"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
-            # Kept apart, a model may still count positions from the start of the row.
-            alone = _logits(sharded.model, ids[:, length:], None, device)
-            if _mostly_moved(base[:, length:], alone):
+        # Kept apart, a model may still count positions from the start of the row.
+        one = ids[:, length:] if packing else ids
+        with attention_as(sharded.model, "eager"):
+            alone = _logits(sharded.model, one, None, device)
+        if _mostly_moved(base[:, -one.shape[1] :], alone):
+            if packing:
                 problem = "this model predicts something else for a packed document than for the document alone"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
+            problem = "predicts something else than with eager attention, which defines what it computes"
+            remedy = "set attn_implementation: eager in its config, or use another version of transformers"
+            raise UserError("model", label, problem, remedy)
 
 
 def check_decoder(sharded: Whole, vocabulary: int, label: str, device: torch.device) -> None:
@@ -129,12 +139,12 @@ def without_gradient(sharded: ShardedModel, update: Update) -> str:
 
 
 def _logits(
-    model: Any, ids: torch.Tensor, positions: torch.Tensor | None, device: torch.device, apart: bool = False
+    model: Any, ids: torch.Tensor, positions: torch.Tensor | None, device: torch.device, documents: bool = False
 ) -> torch.Tensor:
     inputs: dict[str, Any] = {"input_ids": ids.to(device)}
     if positions is not None:
         inputs["position_ids"] = positions.to(device)
-        if apart:
+        if documents:
             inputs["attention_mask"] = Documents.of_positions(positions).to(device).mask()
     try:
         return torch.as_tensor(model(**inputs, use_cache=False).logits)

@@ -228,10 +228,8 @@ def build_parts(
         raise UserError("recompute_attention", False, problem, "leave it out")
     if not run.recompute_attention:
         say("attention of recomputed blocks is kept, in rows that are one document")
-    if apart and spread.tiny is not None:
-        install(model)
     if spread.context is not None:
-        check_divided_rows(spread.context, run.data.packing, say)
+        check_divided_rows(spread.context, bool(run.data.packing), say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
     copies = Copies(root, world.copies, afresh=run.resume != "auto") if world.copies is not None else NoCopies()
@@ -278,19 +276,20 @@ def build_parts(
 def check_documents(
     sharded: Whole, vocabulary: int, job: Job, device: torch.device, say: Callable[[str], None]
 ) -> bool:
-    """Checks the model; returns whether it is told where packed documents begin, or sees positions alone."""
+    """Checks the model; returns whether packed rows bring their documents, or positions alone."""
     run, trouble = job.run, ""
     if (purpose := purpose_of(run)) in ROW_PURPOSES:  # others may look ahead as they like
         if purpose == "seq2seq":
             check_decoder(sharded, vocabulary, job.source.label, device)
         return False
-    if run.data.packing and run.attention == "auto" and install(sharded.model):
+    packing, known = bool(run.data.packing), job.source.documents  # as models/definition.py found on a tiny model
+    if packing and (run.attention == "auto" and install(sharded.model) if known is None else known):
         try:
-            check_model(sharded, vocabulary, True, job.source.label, device, apart=True)
+            check_model(sharded, vocabulary, True, job.source.label, device, documents=True)
             return True
         except Exception as error:  # a model's own code may choke on a mask that is no tensor: the plain path decides
             trouble = str(getattr(error, "problem", error))
-    check_model(sharded, vocabulary, run.data.packing, job.source.label, device)
+    check_model(sharded, vocabulary, packing, job.source.label, device)
     if trouble:
         say(f"attention: plain for this model ({trouble})")
     return False

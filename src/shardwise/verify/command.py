@@ -20,7 +20,7 @@ from shardwise.config.resolve import Resolution, resolve_machine, resolve_object
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
 from shardwise.launch.cpu import free_memory
-from shardwise.models.adapt import adapt_model
+from shardwise.models.adapt import adapt_model, settle_attention
 from shardwise.models.source import ModelSource, find_model
 from shardwise.verify.certificate import Certificate, Row
 from shardwise.verify.claims import Plan, plan_claims
@@ -79,12 +79,13 @@ def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown
     source = find_model(run.model, say, task_wanted(run))
     resolve_objective(result, source.task)
     source = adapt_model(result, source, source.load_tokenizer())
+    source = settle_attention(result, source, say)
     run = result.run
     first_clash(run, objective_only=True)
     check_model_axes(run, source.config, total)
     device = _device(run)
     precision = _precision(run, device) if options.own_precision else "fp32"
-    plan = plan_claims(run, run.data.packing, precision)
+    plan = plan_claims(run, bool(run.data.packing), precision)
     notes = list(plan.notes)
     length = min(run.data.sequence_length, max(64, TOKENS[device] // plan.rows))
     room = Room(device, int(SHARE * _memory(device)), plan.ranks, plan.rows * length * 2 * (len(plan.claims) + 2))

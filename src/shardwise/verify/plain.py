@@ -1,4 +1,5 @@
-"""The reference: one process, one document at a time, transformers' own forward, the plain loss, plain AdamW.
+"""The reference: one process, one document at a time, transformers' own forward with eager attention, the plain loss,
+plain AdamW.
 
 Nothing here is taken from the code that is proven: no loader, no packing, no objective, no sharding, no optimizer of
 ours. What it is given are documents (token ids and which of them are learned) and a folder for `from_pretrained`.
@@ -67,7 +68,9 @@ def _model(work: dict[str, Any]) -> Any:
 
     kind = getattr(transformers, work["auto_class"])
     transformers.utils.logging.set_verbosity_error()
-    model: Any = kind.from_pretrained(work["model"], dtype=torch.float32, trust_remote_code=work["trust_remote_code"])
+    # Eager attention is the model's definition: what is faster may compute something else, and SDPA does for some.
+    how = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": work["trust_remote_code"]}
+    model: Any = kind.from_pretrained(work["model"], **how)
     model.config.use_cache = False
     return model.train()  # without dropout: the folder's config has none
 
@@ -124,7 +127,7 @@ def _summed_loss(model: Any, document: dict[str, torch.Tensor], task: str, devic
     ids = document["ids"][None].to(device)
     more = {"token_type_ids": document["types"][None].to(device)} if "types" in document else {}
     if task == "causal":
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
         learned = document["learned"][1:].to(device)
         return F.cross_entropy(logits[learned].float(), ids[0, 1:][learned], reduction="sum")
     labels = document["labels"].to(device)

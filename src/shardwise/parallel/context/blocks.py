@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from shardwise.acting import kind_of, stands_in
-from shardwise.parallel.context.mask import Rule, Scores
+from shardwise.models.attention import Scores
+from shardwise.parallel.context.mask import Rule
 from shardwise.parallel.context.split import Layout
 
 QUERIES = 512  # at a time in plain arithmetic: scores take (rows, heads, QUERIES, keys)

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from shardwise.data.loader import MicroBatch
-from shardwise.models.attention import install
+from shardwise.models.attention import Scores, install
 from shardwise.models.build import find_blocks
 from shardwise.models.documents import Documents
 from shardwise.models.shrink import shrink
 from shardwise.models.source import quiet
 from shardwise.parallel.context.blocks import block_of, merge, sunk, wide
 from shardwise.parallel.context.gather import Calls, call_changed, modules_of
-from shardwise.parallel.context.mask import ContextMask, ContextRows, Scores
+from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.split import Layout, split_batch
 from shardwise.parallel.trial import FIRST, Refused

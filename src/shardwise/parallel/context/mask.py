@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.models.attention import Scores
 from shardwise.models.documents import OwnMask, OwnRows, RowsMask
 from shardwise.parallel.context.split import Layout
 from shardwise.parallel.trial import Refused
@@ -48,16 +49,6 @@ class Rule:
         if self.chunk is not None:
             seen.append(queries // self.chunk == keys // self.chunk)
         return torch.stack(torch.broadcast_tensors(*seen)).all(0) if seen else None
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How scores are made of queries and keys, and what happens to them before they meet the values."""
-
-    scale: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None  # one more score for each head, for nothing
-    dropout: float = 0.0
 
 
 class Attends(Protocol):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.models.attention import attend_documents, largest_head
+from shardwise.models.attention import Scores, attend_documents, largest_head
 from shardwise.models.documents import DocumentMask
-from shardwise.parallel.context.mask import ContextMask, Scores
+from shardwise.parallel.context.mask import ContextMask
 from shardwise.parallel.context.ring import attend_whole
 from shardwise.parallel.context.split import Layout
 from shardwise.parallel.trial import Refused
