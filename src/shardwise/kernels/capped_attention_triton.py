@@ -29,9 +29,9 @@ class Tiles:
 
 # The fastest of those tried on an H200, by head size (rounded up to a power of two): forward, gradients of keys and
 # values, gradients of queries.
-FORWARD = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 2)}
-OF_KEYS = {64: Tiles(64, 128, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 64, 8, 2)}
-OF_QUERIES = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 64, 8, 2)}
+FORWARD = {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 3)}
+OF_KEYS = {64: Tiles(32, 128, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 2)}
+OF_QUERIES = {64: Tiles(64, 128, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
 
 
 @triton.jit

@@ -150,7 +150,8 @@ def _told(file: Path, target: Target, steps: int, say: Callable[[str], None]) ->
 
 def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     """One rank's part, in its own process."""
-    from shardwise.config.resolve import task_wanted
+    from shardwise.config.resolve import Resolution, task_wanted
+    from shardwise.models.adapt import settle_attention
     from shardwise.parallel.mesh import init_world
     from shardwise.plan.models import find_config
     from shardwise.rehearse.batch import step_batch
@@ -158,9 +159,9 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     from shardwise.train.loop import accumulate
 
     run = Run.model_validate(work["run"])
-    source = find_config(run.model, task_wanted(run))
-    world = init_world(run)
     told: list[str] = []
+    source = settle_attention(Resolution(run), find_config(run.model, task_wanted(run)), told.append)
+    world = init_world(run)
     parts, _ = set_up(source, run, world, None, told.append)
     give_values(parts.sharded.model)
     count = max(1, run.train.batch_size // world.layout.data // int(run.train.micro_batch_size))

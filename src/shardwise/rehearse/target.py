@@ -9,6 +9,7 @@ from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Run
 from shardwise.errors import UserError
+from shardwise.models.adapt import settle_attention
 from shardwise.models.source import ModelSource
 from shardwise.plan.models import find_config
 
@@ -58,4 +59,5 @@ def aim_at(loaded: LoadedRun, machine: Machine) -> Target:
         problem = "only causal, seq2seq and masked steps can be taken without their data yet"
         raise UserError("objective", kind, problem, "take it as causal: objective=causal")
     resolve_model(result, source.config)
+    source = settle_attention(result, source, lambda _: None)
     return Target(result.run, source, machine.ranks or int(result.run.ranks), result.reasons)
