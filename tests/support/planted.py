@@ -39,6 +39,19 @@ def positions_run_on() -> None:
     CausalObjective.inputs = inputs  # type: ignore[method-assign]
 
 
+def softcap_dropped() -> None:
+    """Attention without the cap of its scores, as transformers 5.17's SDPA computes Gemma 2."""
+    from shardwise.models import attention
+
+    plain = attention.attend_documents
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("softcap", None)
+        return plain(*args, **kwargs)
+
+    attention.attend_documents = attend
+
+
 def mean_of_means() -> None:
     """Each micro-batch's mean loss, averaged: a token of a short one counts more than one of a long one."""
     from shardwise.data.loader import IGNORE

@@ -56,7 +56,7 @@ def _seen(queries, keys, first, tokens):
 
 
 @triton.jit
-def _forward(
+def attention_forward(
     q, k, v, sinks, starts, out, sums, scale, softcap, window, tokens,
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,
     GROUP: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr,
@@ -106,7 +106,7 @@ def _forward(
 
 
 @triton.jit
-def _backward_keys(
+def attention_of_keys(
     grad, q, k, v, starts, ends, sums, delta, dk, dv_out, scale, softcap, window, tokens,
     g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head,
     GROUP: tl.constexpr, CAPPED: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr,
@@ -157,7 +157,7 @@ def _backward_keys(
 
 
 @triton.jit
-def _backward_queries(
+def attention_of_queries(
     grad, q, k, v, starts, sums, delta, dq, scale, softcap, window, tokens,
     g_token, g_head, q_token, q_head, k_token, k_head, v_token, v_head,
     GROUP: tl.constexpr, CAPPED: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr,
@@ -210,7 +210,7 @@ def forward(
     sums = query.new_empty(heads, tokens, dtype=torch.float32)
     tiles, sizes = _tiles(FORWARD, query, value), _sizes(query, key, value, softcap)
     grid = (triton.cdiv(tokens, tiles.queries), heads)
-    _forward[grid](
+    attention_forward[grid](
         query, key, value, query if sinks is None else sinks, starts, out, sums, _factor(scale, softcap), softcap,
         window, tokens, *_strides(query, key, value, out), **sizes, SUNK=sinks is not None, **_shape(tiles),
     )  # fmt: skip
@@ -228,11 +228,11 @@ def backward(
     sizes, strides = _sizes(query, key, value, softcap), _strides(gradient, query, key, value)
     how = (_factor(scale, softcap), softcap, window, tokens)
     tiles = _tiles(OF_KEYS, query, value)
-    _backward_keys[(triton.cdiv(tokens, tiles.keys), key.shape[1])](
+    attention_of_keys[(triton.cdiv(tokens, tiles.keys), key.shape[1])](
         gradient, query, key, value, starts, ends, sums, delta, dk, dv, *how, *strides, **sizes, **_shape(tiles)
     )
     tiles = _tiles(OF_QUERIES, query, value)
-    _backward_queries[(triton.cdiv(tokens, tiles.queries), heads)](
+    attention_of_queries[(triton.cdiv(tokens, tiles.queries), heads)](
         gradient, query, key, value, starts, sums, delta, dq, *how, *strides, **sizes, **_shape(tiles)
     )
     return dq, dk, dv

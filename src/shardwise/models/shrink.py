@@ -116,7 +116,7 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
             changed[name] = min(old or FEW_TIES, FEW_TIES)
         elif ("drop" in name and isinstance(old, float)) or name in NOISE:
             changed[name] = 0.0
-        elif isinstance(old, (int, float)) and any(word in name for word in CAPS) and not isinstance(old, bool):
+        elif _is_cap(name, old):
             changed[name] = CAP
         elif name == "depths" and isinstance(old, (list, tuple)):
             changed[name] = [1 for _ in old]
@@ -141,6 +141,20 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
 def first_layers(config: Any, layers: int) -> Any:
     """The same config for the first layers alone; widths stay as they are."""
     return type(config).from_dict(_cut(config.to_dict(), layers))
+
+
+def with_low_caps(config: Any) -> Any:
+    """The same config with caps that bite on fresh weights, whose scores and logits are small."""
+    config = copy.deepcopy(config)
+    for part in (config, *(getattr(config, name) for name in _inner(config))):
+        for name, value in part.to_dict().items():
+            if _is_cap(name, value):
+                setattr(part, name, CAP)
+    return config
+
+
+def _is_cap(name: str, value: Any) -> bool:
+    return isinstance(value, float) and any(word in name for word in CAPS)
 
 
 def depths_of(config: Any) -> set[int]:

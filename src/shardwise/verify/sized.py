@@ -17,13 +17,15 @@ import torch
 
 from shardwise.errors import UserError
 from shardwise.models.build import build_on_meta
-from shardwise.models.shrink import POSITIONS, SIZES, SPECIAL, VOCABULARY, first_layers, shrink
+from shardwise.models.shrink import POSITIONS, SIZES, SPECIAL, VOCABULARY, first_layers, shrink, with_low_caps
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
 
 LAYERS = 2
 MOST_LAYERS = 8  # kinds of layers that come round later than this are left out
-MOVED = 0.02  # fresh weights are moved by this much, so that no error hides behind a bias of zeros
+# Fresh weights are moved, so that no error hides behind a bias of zeros, a norm of ones or scores near zero: products by
+# this share of what goes into them.
+MOVED = 0.5
 BYTES = 20  # per parameter and rank: weights, gradients, two moments, and what is gathered
 WORK = {"cpu": 2e13, "cuda": 5e16}  # floating-point operations of all claims together: some minutes
 
@@ -155,10 +157,11 @@ def _write(source: ModelSource, folder: Path, loaded: bool) -> None:
                 source.weights, config=source.config, dtype=torch.float32, trust_remote_code=trust
             )
         else:
-            model = kind.from_config(source.config, dtype=torch.float32, trust_remote_code=trust)
+            model = kind.from_config(with_low_caps(source.config), dtype=torch.float32, trust_remote_code=trust)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.add_(MOVED * torch.randn_like(parameter))
+                    size = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.4
+                    parameter.add_(MOVED * size * torch.randn_like(parameter))
             model.tie_weights()
         model.save_pretrained(folder)
 
