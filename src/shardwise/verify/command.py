@@ -26,10 +26,11 @@ from shardwise.verify.certificate import Certificate, Row
 from shardwise.verify.claims import Plan, plan_claims
 from shardwise.verify.prove import Prover, Say, as_run
 from shardwise.verify.ranks import ranks, stopped_by_sigterm, unlaunched
-from shardwise.verify.sized import Room, Sized, drops_out, make_model
+from shardwise.verify.sized import LAYERS, Room, Sized, drops_out, make_model
 
 TOKENS = {"cpu": 1 << 14, "cuda": 1 << 18}  # of a proof's batch; longer sequences are cut
 SHARE = 0.6  # of the free memory
+EAGER = 4 * 6  # bytes of eager attention per score and layer: fp32 scores, weights, masks and their gradients
 TIMEOUT = 300.0  # seconds that ranks wait for each other
 
 
@@ -87,8 +88,9 @@ def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown
     precision = _precision(run, device) if options.own_precision else "fp32"
     plan = plan_claims(run, bool(run.data.packing), precision)
     notes = list(plan.notes)
-    length = min(run.data.sequence_length, max(64, TOKENS[device] // plan.rows))
-    room = Room(device, int(SHARE * _memory(device)), plan.ranks, plan.rows * length * 2 * (len(plan.claims) + 2))
+    memory = int(SHARE * _memory(device))
+    length = min(run.data.sequence_length, max(64, min(TOKENS[device] // plan.rows, _eager_length(source, memory))))
+    room = Room(device, memory, plan.ranks, plan.rows * length * 2 * (len(plan.claims) + 2))
     stages = 2 * (run.parallel.chunks or 2 if run.parallel.schedule in ("interleaved", "zbv") else 1)
     say("making the model of the proof")
     layers_needed = stages if run.parallel.pipeline > 1 else 1
@@ -135,6 +137,13 @@ def _precision(run: Run, device: str) -> str:
     if run.precision != "auto":
         return run.precision
     return "fp32" if device == "cpu" else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def _eager_length(source: ModelSource, memory: int) -> int:
+    """The longest document of which the reference's eager attention holds every score, in half of the memory."""
+    heads = getattr(source.config.get_text_config(), "num_attention_heads", None)
+    each = EAGER * LAYERS * (heads if isinstance(heads, int) else 32)
+    return math.isqrt(memory // 2 // each)
 
 
 def _memory(device: str) -> int:

@@ -23,8 +23,8 @@ from shardwise.models.tasks import auto_class
 
 LAYERS = 2
 MOST_LAYERS = 8  # kinds of layers that come round later than this are left out
-# Fresh weights are moved, so that no error hides behind a bias of zeros, a norm of ones or scores near zero: products by
-# this share of what goes into them.
+# Fresh weights are moved, so that no error hides behind a bias of zeros, a norm of ones or scores near zero: products
+# change by this share of what goes into them.
 MOVED = 0.5
 BYTES = 20  # per parameter and rank: weights, gradients, two moments, and what is gathered
 WORK = {"cpu": 2e13, "cuda": 5e16}  # floating-point operations of all claims together: some minutes
