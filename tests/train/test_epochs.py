@@ -69,6 +69,7 @@ def test_fewer_sequences_than_a_batch(folder: Path) -> None:
     said = " ".join(out.split())
     assert f"an epoch has {sequences} packed sequences, fewer than train.batch_size 8: it is one step of" in said
     assert f"train.batch_size={sequences // 2 * 2}" in said and "data.packing=false" in said
+    assert "done: 3 steps, loss" in said and "; 3.00 epochs" in said
     assert f"steps 3 of up to 8 sequences of up to 64 tokens (packed); 3 epochs of {sequences} sequences" in said
 
 
@@ -93,18 +94,23 @@ def test_a_mixture_on_one_then_three_then_two_ranks(folder: Path) -> None:
     assert all(r["sequences"] == 6 for r in records if r not in ends)
 
 
-def test_a_part_of_an_epoch(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sequences"),
+    [
+        ({"train__epochs": 1.5}, [4, 4, 1, 4, 1]),
+        pytest.param({"train__epochs": 1.5, "train__steps": 2}, [4, 4], marks=pytest.mark.slow),
+        pytest.param({"train__epochs": 0.5, "train__steps": 99}, [4, 1], marks=pytest.mark.slow),
+    ],
+    ids=["half", "sooner", "later"],
+)
+def test_a_part_of_an_epoch(folder: Path, changes: dict[str, Any], sequences: list[int]) -> None:
     """1.5 epochs of 9 rows are 14 rows; steps beside epochs end the run sooner, never later."""
-    for name, changes, sequences in (
-        ("half", {"train__epochs": 1.5}, [4, 4, 1, 4, 1]),
-        ("sooner", {"train__epochs": 1.5, "train__steps": 2}, [4, 4]),
-        ("later", {"train__epochs": 0.5, "train__steps": 99}, [4, 1]),
-    ):
-        run_ranks(scenarios.train, 1, the_run(folder, name, **changes))
-        records = trained(folder / name)
-        assert [r["sequences"] for r in records] == sequences, name
-        assert records[-1]["epoch"] == pytest.approx(sum(sequences) / 9, abs=1e-4)
-        assert records[-1]["eta_seconds"] == 0
+    name = f"part-{len(sequences)}"
+    run_ranks(scenarios.train, 1, the_run(folder, name, **changes))
+    records = trained(folder / name)
+    assert [r["sequences"] for r in records] == sequences
+    assert records[-1]["epoch"] == pytest.approx(sum(sequences) / 9, abs=1e-4)
+    assert records[-1]["eta_seconds"] == 0
 
 
 def test_the_smaller_batch_is_a_plain_loops(folder: Path) -> None:
@@ -144,7 +150,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "seq2seq": (4, {"objective": "seq2seq", "parallel__zero": 3}),
     "classify": (4, {"objective": "classify"}),
 }
-QUICK = ("zero-2", "in-backward", "pipeline", "kto", "masked")
+QUICK = ("zero-2", "pipeline", "kto")
 _ALONE: dict[str, Any] = {}
 
 
@@ -210,6 +216,7 @@ def test_resumed_to_the_bit(folder: Path, ranks: int) -> None:
         assert later == losses[step:]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_straddles_epochs(folder: Path) -> None:
     """As they were written when steps took sequences of two epochs: the next step takes what is left of the second."""
     run = the_run(folder, "old", train__epochs=None, train__steps=3)
@@ -220,6 +227,7 @@ def test_a_checkpoint_that_straddles_epochs(folder: Path) -> None:
     assert [r["sequences"] for r in records] == [4, 4, 4, 4, 2, 4, 4, 1] and records[-1]["epoch"] == 3
 
 
+@pytest.mark.slow
 def test_another_batch_size_and_more_epochs(folder: Path) -> None:
     """The run ends where the epochs do, at whichever step, and has nothing left to train when started again."""
     run_ranks(scenarios.train, 1, the_run(folder, "grown", train__epochs=1))

@@ -206,7 +206,8 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     )
     loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
     held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
-    console.print(f"done: {result.step} steps, {loss}{held}")
+    seen = [record["epoch"] for record in result.metrics if record["kind"] == "train"]
+    console.print(f"done: {result.step} steps, {loss}{held}{f'; {seen[-1]:.2f} epochs' if seen else ''}")
     talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
     console.print(f"  model    {result.model}{talk}", highlight=False)
     if (
