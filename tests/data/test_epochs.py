@@ -216,7 +216,7 @@ def test_a_loader_that_knows_no_epochs_is_caught(folder: Path) -> None:
         (1, 32, (100,), 4, "1 epoch of 100 sequences, 32 a step and 4 in the last of an epoch"),
         (2, 25, (100, 100), 8, "2 epochs of 100 sequences, 25 a step"),
         (1.5, 32, (100, 50), 6, "1.5 epochs, 150 sequences, 32 a step and 4–18 in the last of an epoch"),
-        (0.001, 32, (1,), 1, "0.001 epochs, 1 sequences, one step each"),
+        (0.001, 32, (1,), 1, "0.001 epochs, 1 sequence, one step each"),
         (3, 200, (100, 100, 100), 3, "3 epochs of 100 sequences, one step each"),
         (1.1, 100, (100, 10), 2, "1.1 epochs, 110 sequences, 100 a step and 10 in the last of an epoch"),
     ],

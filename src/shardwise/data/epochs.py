@@ -51,8 +51,9 @@ class Epochs:
 
     def in_words(self, count: float, batch_size: int, steps: int | None) -> str:
         """These `count` epochs, their sequences, and how many of them a step takes; ended after so many `steps`."""
-        said = f"{count:g} epoch{'s' * (count != 1)}"
-        said += f" of {_range(self.sizes)} sequences" if count == len(self.sizes) else f", {self.end:,} sequences"
+        several = count == len(self.sizes)
+        held = _range(self.sizes) if several else f"{self.end:,}"
+        said = f"{count:g} epoch{'s' * (count != 1)}{' of' if several else ','} {held} sequence{'s' * (held != '1')}"
         last = [size % batch_size for size in self.sizes if size % batch_size]
         if max(self.sizes) < batch_size:
             said += ", one step each"
