@@ -144,8 +144,6 @@ MISTAKES = [
             {"data": "chat.jsonl"}),
     Mistake("no model", ("model: ", "is required, but run.yaml"), "model: smollm2", {"model": None}),
     Mistake("no data", ("data: ", "is required, but run.yaml"), "{train: chat.jsonl}", {"data": None}),
-    Mistake("steps and epochs", ("train.epochs = 1", "steps = 2 is given too"), "remove train.steps",
-            {"train.epochs": 1}),
     Mistake("override without =", ("override = 'train.steps'", "key.path=value"), "train.learning_rate=1e-4",
             args=("train", "run.yaml", "train.steps")),
     Mistake("override of an unknown key", ("train.step = 3", "on the command line"), "train.steps?",

@@ -388,7 +388,6 @@ def test_a_missing_file_names_a_similar_one(tmp_path: Path) -> None:
         ("model: m\ndata: {train: ''}", "data.train.0.path", "", "is empty", "glob"),
         (SMALL + "timeout: 10 hours", "timeout", "10 hours", "unknown unit 'hours'", "10min"),
         (SMALL + "output: 5", "output", 5, "expected text", "folder"),
-        (SMALL + "train: {steps: 1, epochs: 2}", "train.epochs", 2, "steps = 1 is given too", "remove train.steps or"),
         ("model: {}\ndata: {train: a}", "model.name", None, "neither a name nor a config", "model: smollm2"),
         ("model: {name: m, config: {}}\ndata: {train: a}", "model.config", None, "besides", "remove model.name or"),
         ("model: {config: {a: 1}}\ndata: {train: a}", "model.config.model_type", None, "is needed", "llama"),

@@ -198,20 +198,19 @@ def test_models_without_a_limit_take_any_length() -> None:
 @pytest.mark.parametrize(
     ("overrides", "steps", "reason"),
     [
-        ([], 4, "1 epoch of 100 sequences, 32 a step"),  # the last step wraps into the next epoch
-        (["train.epochs=3"], 10, "3 epochs of 100 sequences, 32 a step"),
-        (["train.epochs=0.5"], 2, "0.5 epochs of 100 sequences, 32 a step"),
-        (["train.epochs=0.001"], 1, "0.001 epochs of 100 sequences, 32 a step"),
-        (["train.steps=7"], 7, None),
+        ([], 12, "how"),
+        (["train.epochs=3"], 12, "how"),
+        (["train.epochs=3", "train.steps=7"], 7, None),
+        (["train.epochs=3", "train.steps=12"], 12, None),
+        (["train.epochs=3", "train.steps=13"], 12, "how; they end before step 13, which train.steps allows"),
     ],
 )
 def test_steps_from_epochs(overrides: list[str], steps: int, reason: str | None) -> None:
     result = Resolution(run(*overrides))
-    resolve_steps(result, 100)
-    assert result.run.train.steps == steps and result.run.train.epochs is None
+    resolve_steps(result, 3.0, 12, "how")
+    assert result.run.train.steps == steps and result.run.train.epochs == 3.0
     assert result.reasons.get("train.steps") == reason
-    resolve_steps(result, 999)  # a rank that reads the job again finds it answered
-    assert result.run.train.steps == steps
+    assert Run.model_validate(result.run.model_dump(mode="json")) == result.run  # as checkpoints keep it
 
 
 # --- output and resume -------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_the_json_keeps_its_keys() -> None:
     assert values["version"] == 1
     assert set(values) == {
         "version", "tokenizer", "template", "sequence_length", "loss_on", "over_length", "purpose", "train", "eval",
-        "packing",
+        "packing", "steps",
     }  # fmt: skip
     assert set(values["train"][0]) == set(values["eval"][0]) == SOURCE_KEYS
     assert (

@@ -226,7 +226,7 @@ def test_catastrophic_patterns_are_stopped(pattern: str) -> None:
         assert rule.matches(row, EXAMPLE) is False
     except BadRow as bad:
         assert "takes longer than 1 s" in bad.problem
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 8, "a second for the row; one for each item would be 50"
 
 
 def test_steps_are_bounded() -> None:
@@ -302,7 +302,7 @@ def test_fuzzed_expressions() -> None:
     """2,000 grown from the grammar and broken at random: a value, UserError or BadRow, and soon."""
     draw = random.Random(5)
     outcomes = {"value": 0, "refused": 0, "bad row": 0}
-    begin = time.monotonic()
+    begin = time.process_time()
     for index in range(2000):
         text = _random_expression(draw, 1 + index % 4)
         if index % 3 == 0:
@@ -322,4 +322,4 @@ def test_fuzzed_expressions() -> None:
             assert bad.problem and bad.remedy
             outcomes["bad row"] += 1
     assert min(outcomes.values()) > 100, outcomes
-    assert time.monotonic() - begin < 60
+    assert time.process_time() - begin < 60

@@ -100,4 +100,4 @@ def test_configs(count: int, seed: int, tmp_path: Path, monkeypatch: pytest.Monk
         slowest = max(slowest, time.monotonic() - began)
     print(f"\n{prepared} prepared, {refused} refused, slowest {slowest:.1f} s")
     assert prepared > count / 10 and refused > count / 10
-    assert slowest < 30
+    assert slowest < 120

@@ -97,8 +97,8 @@ def test_killing_the_command_leaves_no_rank_behind(folder: Path, start: Start) -
     ranks = cli.rank_processes(process)
     assert len(ranks) == 2
     process.kill()
-    assert cli.all_gone(ranks, within=5)
-    process.communicate(timeout=5)  # nobody holds its output open
+    assert cli.all_gone(ranks, within=60)
+    process.communicate(timeout=60)  # nobody holds its output open
 
 
 def test_the_second_ctrl_c_ends_at_once(folder: Path, start: Start) -> None:
@@ -114,7 +114,7 @@ def test_the_second_ctrl_c_ends_at_once(folder: Path, start: Start) -> None:
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, out, err = cli.finish(process)
-    assert time.monotonic() - began < 10, "the step itself would not end"
+    assert time.monotonic() - began < 60, "the step itself would not end"
     assert code == 130 and cli.all_gone(ranks), err
     assert "this step or the next, and saving; Ctrl-C again ends at once" in err
     assert "ended at once" in err and "the same command starts afresh" in err
@@ -150,7 +150,7 @@ def test_a_rank_that_hangs(folder: Path, start: Start) -> None:
     cli.rank_process(process, 1).send_signal(signal.SIGSTOP)
     began = time.monotonic()
     code, out, err = cli.finish(process)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120, "without a timeout of its own it would be 600"
     assert code == 1 and cli.all_gone(ranks), err
     assert "error: rank 1 kept the others waiting for 5 s (timeout) at step" in err
     assert json.loads((output / "logs/failure.json").read_text())["reason"].startswith("rank 1 kept the others")

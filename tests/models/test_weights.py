@@ -81,14 +81,13 @@ def test_from_scratch_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ["files", "scratch"])
 def test_no_rank_holds_the_whole_model(origin: str, tmp_path: Path) -> None:
-    """More than 1 GB at stage 3 on four ranks: peak private memory against a quarter plus the largest tensor."""
+    """More than 1 GB at stage 3 on four ranks: what a rank takes besides its quarter is far less than the rest."""
     config = LLAMA | dict(
-        hidden_size=2048,
-        intermediate_size=5504,
-        num_hidden_layers=5,
+        hidden_size=1024,
+        intermediate_size=2752,
+        num_hidden_layers=24,
         num_attention_heads=16,
         num_key_value_heads=16,
-        vocab_size=32000,
     )
     model = (
         saved_model(tmp_path / "model", config)
@@ -96,11 +95,9 @@ def test_no_rank_holds_the_whole_model(origin: str, tmp_path: Path) -> None:
         else {"config": config, "tokenizer": tokenizer_folder(tmp_path / "tokenizer")}
     )
     results = run_ranks(scenarios.load_and_watch, 4, tiny_run(tmp_path, model, parallel__zero=3), timeout=280)
-    largest = 32000 * 2048 * 4
-    whole = sum(r["held"] for r in results)
+    whole, bound = sum(r["held"] for r in results), 200 << 20
     assert whole > 1e9
     for rank, result in enumerate(results):
-        grown = result["peak"] - result["before"]
-        bound = (whole / 4 + largest) / 1e9
-        print(f"\nrank {rank}: model {whole / 1e9:.2f} GB, peak +{grown / 1e9:.3f} GB, bound {bound:.3f} GB")
-        assert grown <= 1.05 * (whole / 4 + largest)
+        besides = result["peak"] - result["before"] - result["held"]
+        print(f"\nrank {rank}: model {whole / 1e9:.2f} GB, {besides >> 20} MiB besides its {result['held'] >> 20}")
+        assert besides < bound < (whole - result["held"]) / 3  # 8 MiB from files, 53 where values are made

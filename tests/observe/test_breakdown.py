@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,25 +24,31 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_regions_add_up() -> None:
+def test_regions_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("shardwise.observe.breakdown.time", SimpleNamespace(perf_counter=lambda: now[0]))
     timer = Timer(CPU)
     for _ in range(2):
         with timer.region("data"):
-            time.sleep(0.01)
+            sleep(0.01)
         for _ in range(3):
             with timer.region("forward"), timer.collective("all_gather", 1000, 4, part="gather"):
-                time.sleep(0.01)
-        time.sleep(0.02)
+                sleep(0.01)
+        sleep(0.02)
     figures = timer.flush(2).breakdown()
     assert list(figures) == ["whole", *PARTS, "other", "gather"]
-    assert figures["data"] == pytest.approx(0.01, rel=0.5) and figures["forward"] == pytest.approx(0.03, rel=0.5)
-    assert figures["gather"] == pytest.approx(figures["forward"], rel=0.05), "inside, so not added"
+    assert figures["data"] == pytest.approx(0.01) and figures["forward"] == pytest.approx(0.03)
+    assert figures["gather"] == pytest.approx(figures["forward"]), "inside, so not added"
     assert figures["whole"] == pytest.approx(sum(figures[p] for p in (*PARTS, "other")), abs=1e-5)
-    assert figures["other"] >= 0.02
-    time.sleep(0.05)  # evaluation, saving: between two windows, and in neither
+    assert figures["other"] == pytest.approx(0.02)
+    sleep(0.05)  # evaluation, saving: between two windows, and in neither
     with timer.region("step"):
-        pass
-    assert timer.flush(1).whole < 0.04
+        sleep(0.001)
+    assert timer.flush(1).whole == pytest.approx(0.001)
     assert timer.total.steps == 3 and timer.total.calls[("all_gather", 4)].calls == 6
 
 
@@ -77,7 +83,7 @@ def test_a_group_of_one_says_nothing() -> None:
 )
 def test_steps_of_a_model(zero: int, shard: int | None, ranks: int, shared: Path) -> None:
     """Against WireCount, which sees each collective as it is made, and against the clock on the wall."""
-    run = tiny_run(shared, parallel__zero=zero, parallel__shard=shard, train__micro_batch_size=1, log__comms=True,
+    run = tiny_run(shared, parallel__zero=zero, parallel__shard=shard, train__batch_size=8, log__comms=True,
                    log__breakdown=True)  # fmt: skip
     for result in run_ranks(zeror.timed_steps, ranks, run):
         log, wire, figures = result["comms"], result["bytes"], result["breakdown"]
@@ -86,10 +92,10 @@ def test_steps_of_a_model(zero: int, shard: int | None, ranks: int, shared: Path
             counted["all_reduce"] *= 2  # WireCount's all-reduce is a reduce-scatter and an all-gather
         assert counted == wire
         assert all(calls["seconds"] > 0 and calls["ranks"] > 1 for k, calls in log.items() if k != "steps")
-        parts = sum(figures[p] for p in PARTS)
-        print(figures, result["wall"])
-        assert 4 * figures["whole"] == pytest.approx(result["wall"], rel=0.05)
-        assert parts == pytest.approx(figures["whole"], rel=0.1), "next to nothing is left unexplained"
+        # Of several windows the quietest: whatever else the machine does comes on top of both.
+        unseen, unexplained = result["unseen"], result["unexplained"]
+        print(f"of the wall's time {unseen:.2%} is in no window, of a window's {unexplained:.2%} in no part")
+        assert unseen < 0.05 and unexplained < 0.1, "next to nothing is left"
         assert figures["reduce"] < figures["forward"] + figures["backward"]
         assert ("gather" in figures) == (zero > 0)
 

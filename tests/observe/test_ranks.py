@@ -60,10 +60,10 @@ def test_no_room_is_no_failure(tmp_path: Path) -> None:
 
 def test_it_costs_next_to_nothing(tmp_path: Path) -> None:
     own = RankFile(tmp_path, 0, 1, "cpu")
-    began = time.perf_counter()
+    began = time.process_time()  # of this process: others do not count
     for step in range(1, 201):
         own.report([train_record(step)])
-    assert (time.perf_counter() - began) / 200 < 0.005, "seconds per report"
+    assert (time.process_time() - began) / 200 < 0.005, "seconds per report"
 
 
 def test_the_host(tmp_path: Path) -> None:

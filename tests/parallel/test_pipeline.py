@@ -147,8 +147,8 @@ def test_packed_documents_of_different_widths() -> None:
 
 def test_idle_time_is_measured_and_a_pipeline_has_less_of_it() -> None:
     for pipeline, naive, text in run_ranks(pipelines.idle, 2):
-        assert 0.1 < pipeline < naive  # on paper 0.2 and 0.5
-        assert 0.5 <= naive < 0.8
+        assert 0.05 < pipeline < naive  # on paper 0.2 and 0.5, which is the least: one rank works at a time
+        assert 0.5 <= naive < 0.95
         assert "F0" in text and len(text.splitlines()) == 2
 
 

@@ -165,9 +165,12 @@ def test_predictions_are_kept_and_correct_the_next(tmp_path: Path, monkeypatch: 
     assert len(calibration.records("h100")) == 4
     steps = [{"kind": "train", "step": n, "elapsed_seconds": n * 0.5, "memory_bytes": 1.25e9} for n in range(1, 4)]
     (output / kept.FILE).write_text(json.dumps(made | {"kind": "cuda"}))
-    assert kept.beside_prediction(output, "m", steps) == told
+    assert kept.beside_prediction(output, "m", steps, 8) == told
+    few = {"kind": "train", "step": 4, "elapsed_seconds": 1.6, "memory_bytes": 1.25e9, "sequences": 1}
+    assert kept.beside_prediction(output, "m", [*steps, few], 8) == told, "a smaller batch takes less time"
+    assert kept.beside_prediction(output, "m", [few | {"step": 3, "elapsed_seconds": 1.5}, few], 8) is None
     (output / kept.FILE).write_text(json.dumps(made | {"kind": "cpu"}))
-    assert kept.beside_prediction(output, "m", steps) is None and kept.beside_prediction(tmp_path, "m", steps) is None
+    assert all(kept.beside_prediction(folder, "m", steps, 8) is None for folder in (output, tmp_path))
 
 
 def test_a_shortage_is_laid_out(tmp_path: Path) -> None:

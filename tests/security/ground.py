@@ -148,6 +148,7 @@ class Ground:
     """What attempts share."""
 
     root: Path
+    for_the_page: bool = False  # the words are to be shown: the limits are the real ones, which take longer to reach
     folder: Path = field(init=False)
     mark: Path = field(init=False)
     _closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -80,7 +80,7 @@ def rank_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def all_gone(processes: list[psutil.Process], within: float = 5.0) -> bool:
+def all_gone(processes: list[psutil.Process], within: float = 60.0) -> bool:
     """Whether none of these processes runs any more; one that nobody has waited for yet has ended too."""
     deadline = time.monotonic() + within
     while left := [p for p in processes if _runs(p)]:

@@ -106,9 +106,12 @@ def plain_loop(run: dict[str, Any]) -> list[float]:
     model.load_state_dict(full_parameters(parts))
     groups = decay_groups(dict(model.named_parameters()), train.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps)
-    losses = []
+    losses, position = [], 0
     for step in range(train.steps):
-        documents = [d for s in loader.sequences(step * train.batch_size, train.batch_size) for d in s]
+        left = loader.epochs.left(position) if loader.epochs is not None else train.batch_size
+        sequences = loader.sequences(position, min(train.batch_size, left))
+        position += len(sequences)
+        documents = [d for s in sequences for d in s]
         count = sum(int(d["supervised"]) for d in documents)
         total = 0.0
         for document in documents:
@@ -390,6 +393,33 @@ def train_and_record(run: dict[str, Any]) -> tuple[list[tuple[int, list[tuple[in
     parts.objective = recording
     fit(parts)
     return seen, parts.job.loader().epoch_sequences()
+
+
+def train_and_count(run: dict[str, Any]) -> tuple[dict[tuple[int, ...], int], int]:
+    """Trains; how often this rank trained on each document, by its tokens, and how many rows it computed in vain."""
+    from collections import Counter
+    from itertools import pairwise
+
+    from shardwise.train.loop import fit
+
+    parts = parts_of(run)
+    inner, pad = parts.objective, parts.job.pad_id
+    often, vain = Counter[tuple[int, ...]](), 0
+
+    def recording(model: Any, batch: Any) -> Any:
+        nonlocal vain
+        if torch.is_grad_enabled() and not batch.counts:
+            vain += len(batch.input_ids)
+        elif torch.is_grad_enabled():  # not while evaluating
+            for ids, places in zip(batch.input_ids, batch.position_ids, strict=True):
+                starts = [*(places == 0).nonzero().flatten().tolist(), len(ids)]
+                often.update(d for a, b in pairwise(starts) if set(d := tuple(ids[a:b].tolist())) != {pad})
+        return inner(model, batch)
+
+    recording.figures, recording.of_tokens = (), True  # type: ignore[attr-defined]
+    parts.objective = recording
+    fit(parts)
+    return dict(often), vain
 
 
 def idle_adapter(run: dict[str, Any]) -> tuple[str, str]:

@@ -100,7 +100,7 @@ def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
             else:
                 _until(ready, said, process, timeout)
                 os.killpg(process.pid, signal.SIGINT)
-                process.wait(30)
+                process.wait(120)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

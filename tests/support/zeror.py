@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.observe.breakdown import PARTS
 from support.scenarios import batch_of, parts_of
 
 
@@ -109,33 +110,37 @@ def bucket_run(run: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     return {"losses": losses, "largest": largest.bytes, "units": len(groups), "final": final}
 
 
-def timed_steps(run: dict[str, Any], steps: int = 4) -> dict[str, Any]:
-    """The loop's own pieces under the timer and under WireCount: one window, and what the wire counted."""
+def timed_steps(run: dict[str, Any], steps: int = 4, windows: int = 4) -> dict[str, Any]:
+    """The loop's own pieces under the timer and under WireCount: one window, and what the wire counted.
+
+    Of all windows but the first, which is slower: the least share of time that no window saw, and that no part has.
+    """
     from shardwise.train.loop import accumulate, seed_step
     from shardwise.zero.account import WireCount
 
-    parts = parts_of(run)
-    for step in range(2):  # the first is slower
-        if step == 1:
-            parts.timer.flush(1)
-            began, wire = time.perf_counter(), WireCount()
-            wire.__enter__()
+    parts, shares = parts_of(run), []
+    for number in range(windows):
+        began, wire = time.perf_counter(), WireCount()
         for inner in range(steps):
             seed_step(0, inner, parts.world.rank)
-            with parts.timer.region("data"):
-                batch = batch_of(parts, inner)
-            accumulate(parts, batch)
-            if step == 1:
-                wire.__exit__(None, None, None)
+            with wire:
+                with parts.timer.region("data"):
+                    batch = batch_of(parts, inner)
+                accumulate(parts, batch)
             with parts.timer.region("step"):
                 parts.sharded.clip(0.5)
                 parts.optimizer.step()
                 parts.optimizer.zero_grad()
-            if step == 1:
-                wire.__enter__()
-    wire.__exit__(None, None, None)
-    window, wall = parts.timer.flush(steps), time.perf_counter() - began
-    return {"breakdown": window.breakdown(), "comms": window.comms(), "bytes": dict(wire.bytes), "wall": wall}
+        window, wall = parts.timer.flush(steps), time.perf_counter() - began
+        figures = window.breakdown()
+        if number:
+            explained = sum(figures[part] for part in PARTS) / figures["whole"]
+            shares.append((abs(1 - steps * figures["whole"] / wall), abs(1 - explained)))
+    least = [min(each) for each in zip(*shares, strict=True)]
+    return {
+        "breakdown": figures, "comms": window.comms(), "bytes": dict(wire.bytes), "unseen": least[0],
+        "unexplained": least[1],
+    }  # fmt: skip
 
 
 def is_wrapped(run: dict[str, Any]) -> tuple[bool, bool]:

@@ -124,7 +124,7 @@ def test_a_stalled_rank_is_named_and_left_behind(folder: Path, undisturbed: Path
         time.sleep(0.1)
     taken = time.monotonic() - began
     code, _, err = cli.finish(process)
-    assert code == 0 and taken < 6 + 30, err
+    assert code == 0 and taken < 180, err  # it would sleep for 3600
     assert "rank 1 kept the others waiting for 6 s (timeout) at step 6" in err
     assert "is computing, step 6" in err and "accumulate (" in err and "rank 0 waits in" in err
     assert "accumulate" in (output / "logs/start-1/stacks.txt").read_text()

@@ -74,7 +74,7 @@ def test_a_record_for_each_step(folder: Path) -> None:
     train = [r for r in results[5] if r["kind"] == "train"]
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6, 7]
     assert set(train[0]) == {
-        "kind", "step", "loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "epoch",
+        "kind", "step", "loss", "learning_rate", "grad_norm", "sequences", "tokens", "supervised_tokens", "epoch",
         "tokens_per_second", "mfu", "memory_bytes", "elapsed_seconds", "eta_seconds",
     }  # fmt: skip
     same = ("step", "loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "epoch")

@@ -32,6 +32,7 @@ def the_run(folder: Path, steps: int, **changes: Any) -> dict[str, Any]:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # of a run that counts in steps; in epochs: test_epochs.py
 @pytest.mark.timeout(600)
 def test_an_epoch_on_one_then_three_then_two_ranks(tmp_path: Path) -> None:
     tokenizer_folder(tmp_path / "tokenizer")

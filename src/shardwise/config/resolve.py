@@ -338,18 +338,14 @@ def resolve_model(result: Resolution, config: Any) -> None:
         check_model_axes(result.run, config, world_size(result.run))
 
 
-def resolve_steps(result: Resolution, sequences_per_epoch: int) -> None:
-    """Turns epochs into steps once the data are packed."""
-    train = result.run.train
-    if train.steps is None:
-        epochs = train.epochs or 1.0
-        steps = max(1, math.ceil(epochs * sequences_per_epoch / train.batch_size))
-        values = result.run.model_dump()
-        values["train"] |= {"steps": steps, "epochs": None}
-        result.run = Run.model_validate(values)
-        result.reasons["train.steps"] = (
-            f"{epochs:g} epoch{'s' * (epochs != 1)} of {sequences_per_epoch} sequences, {train.batch_size} a step"
-        )
+def resolve_steps(result: Resolution, epochs: float, steps: int, how: str) -> None:
+    """Fills in the steps of so many epochs, once the data are packed; fewer that were asked for stay."""
+    asked = result.run.train.steps
+    if asked is None or asked > steps:
+        sooner = "" if asked is None else f"; they end before step {asked}, which train.steps allows"
+        result.put("train.steps", steps, f"{how}{sooner}")
+    if result.run.train.epochs is None:
+        result.put("train.epochs", epochs, None)
 
 
 def check_room(run: Run, trained: int, frozen: int = 0) -> None:

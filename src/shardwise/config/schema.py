@@ -305,8 +305,14 @@ Schedule = Annotated[
 class Train(Section):
     """How to learn."""
 
-    steps: Count | None = Field(default=None, description="optimizer steps; or give epochs")
-    epochs: Positive | None = Field(default=None, description="passes over the data; default 1")
+    steps: Count | None = Field(
+        default=None, description="optimizer steps, each of a full batch; beside epochs: at most so many"
+    )
+    epochs: Positive | None = Field(
+        default=None,
+        description="passes over the data; the last step of each takes what is left of it. Default 1, unless steps "
+        "are given",
+    )
     batch_size: Whole = Field(default=32, ge=1, description="sequences per optimizer step, over all ranks")
     micro_batch_size: Literal["auto"] | Count = Field(
         default="auto", description="sequences per rank and forward pass: a number, or auto"
@@ -355,12 +361,6 @@ class Train(Section):
     seed: Whole = Field(
         default=0, ge=0, lt=2**31, description="decides order, held-out rows, fresh weights and dropout"
     )
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Train:
-        if self.steps is not None and self.epochs is not None:
-            raise Clash("epochs", f"steps = {self.steps} is given too", "remove train.steps or train.epochs")
-        return self
 
 
 LEAST_BUCKET = 1 << 10

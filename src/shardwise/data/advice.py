@@ -77,7 +77,7 @@ def warnings(bill: Bill) -> list[Notice]:
                                   "weight has no effect; remove one of them")
         for s in bill.train if s.epochs is not None and s.weight != 1.0
     ]  # fmt: skip
-    return found + _packing(bill) + _evaluation(bill)
+    return found + _packing(bill) + _batch(bill) + _evaluation(bill)
 
 
 def _learned(source: SourceBill, bill: Bill) -> list[Notice]:
@@ -151,6 +151,16 @@ def _packing(bill: Bill) -> list[Notice]:
         return []  # all were there to choose from: their lengths do not add up, and no setting would change that
     text += f": {packing.window:,} documents at a time are too few to choose from"
     return [Notice("packing", "", f"{text}; raise data.packing_window")]
+
+
+def _batch(bill: Bill) -> list[Notice]:
+    made, sequences = bill.steps, bill.packing.sequences
+    if made is None or sequences >= made.batch_size:
+        return []
+    text = f"an epoch has {counted(sequences, 'sequence', 'sequences')}, fewer than train.batch_size {made.batch_size}"
+    text += ": with train.epochs it is one smaller step, with train.steps a step repeats rows"
+    remedy = f"lower it to {sequences}" + (", or set data.packing: false" if bill.packing.on else "")
+    return [Notice("batch", "", f"{text}; {remedy}")]
 
 
 def _evaluation(bill: Bill) -> list[Notice]:

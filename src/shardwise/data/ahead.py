@@ -17,7 +17,7 @@ class Ahead:
     """Steps of a loader from any position on, the next one made ready in the background until `end`."""
 
     def __init__(self, loader: Loader, batch_size: int, micro: int, rank: int, ranks: int, end: int) -> None:
-        self._loader, self._batch_size, self._end = loader, batch_size, end
+        self._loader, self._end = loader, end
         self._step: Callable[[int], StepBatch] = lambda at: loader.step(at, batch_size, micro, rank, ranks)
         self._thread: threading.Thread | None = None
         self._position = -1
@@ -29,7 +29,7 @@ class Ahead:
         batch = made if self._position == position and made is not None else self._step(position)
         if isinstance(batch, BaseException):
             raise batch
-        following = position + self._batch_size
+        following = position + batch.sequences
         if following < self._end:
             self._position = following
             # A daemon: a process that must leave at once does not wait for it.

@@ -205,6 +205,20 @@ class PackingBill:
 
 
 @dataclass(frozen=True)
+class StepsBill:
+    """What the run makes of an epoch's sequences: steps of a batch each, over so many epochs."""
+
+    steps: int
+    epochs: float
+    batch_size: int
+    words: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For other tools."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Bill:
     """The data of a run: its training sources, its evaluation sources if it has any of its own, and their packing."""
 
@@ -216,6 +230,7 @@ class Bill:
     loss_on: str
     over_length: str | None
     purpose: Purpose = "causal"
+    steps: StepsBill | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -238,6 +253,7 @@ class Bill:
             "train": [source.to_json() for source in self.train],
             "eval": [source.to_json() for source in self.eval],
             "packing": self.packing.to_json(),
+            "steps": self.steps and self.steps.to_json(),
         }
 
 

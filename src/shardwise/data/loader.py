@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.config.schema import Data
+from shardwise.data.epochs import Epochs, micro_batches
 from shardwise.data.layout import IGNORE as IGNORE
 from shardwise.data.layout import Layout
 from shardwise.data.mixing import Mixture, SourceStream, sequence_order
@@ -32,7 +33,8 @@ KEPT = 2  # windows that stay packed: a step can lie across two
 class MicroBatch:
     """Inputs of one forward: ids, labels already shifted (labels[t] is what position t predicts), positions or mask.
 
-    `sources` tells which of `source_count` sources each position is from; None where there is but one.
+    `sources` tells which of `source_count` sources each position is from; None where there is but one. `counts`: False
+    where a rank has no rows, and these take part in its place: their loss is multiplied by 0.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +44,7 @@ class MicroBatch:
     sources: torch.Tensor | None = None
     source_count: int = 1
     documents: Documents | None = None  # of packed rows
+    counts: bool = True
 
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
@@ -58,7 +61,7 @@ class StepBatch:
     """What one rank computes in one step, and the counts over all ranks.
 
     `supervised` are units of the loss (learned tokens, or what else the layout counts), `by_source` those of each
-    source.
+    source; `sequences` are consumed by the step.
     """
 
     micro_batches: list[Any]
@@ -66,6 +69,7 @@ class StepBatch:
     tokens: int
     epoch: float
     by_source: tuple[int, ...] = ()
+    sequences: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,24 @@ class _Mark:
     tokens: int  # in the run
 
 
-def make_loader(sources: Sequence[SourceStream], data: Data, seed: int, layout: Layout, temperature: float) -> Loader:
+def make_loader(
+    sources: Sequence[SourceStream],
+    data: Data,
+    seed: int,
+    layout: Layout,
+    temperature: float,
+    epochs: Epochs | None = None,
+) -> Loader:
     """A loader as the settings want it; evaluation, which mixes nothing, has a temperature of 1."""
-    return Loader(sources, data.sequence_length, bool(data.packing), data.packing_window, seed, layout, temperature)
+    packing = bool(data.packing)
+    return Loader(sources, data.sequence_length, packing, data.packing_window, seed, layout, temperature, epochs)
 
 
 class Loader:
-    """Sequences of a mixture of sources in shuffled, packed order, epoch after epoch."""
+    """Sequences of a mixture of sources in shuffled, packed order, epoch after epoch.
+
+    `epochs`: no step takes more than is left of its epoch (see [Note: epochs]); None where steps are always full.
+    """
 
     def __init__(
         self,
@@ -98,7 +113,9 @@ class Loader:
         seed: int,
         layout: Layout,
         temperature: float = 1.0,
+        epochs: Epochs | None = None,
     ) -> None:
+        self.epochs = epochs
         self.sources, self.layout, self.seed = tuple(sources), layout, seed
         self.sequence_length, self.packing = sequence_length, packing
         self._head = getattr(layout, "head", 0)  # of each document, in its length and no token
@@ -151,19 +168,28 @@ class Loader:
 
     def step(self, position: int, batch_size: int, micro: int, rank: int, ranks: int) -> StepBatch:
         """The share of `rank` of the batch that begins at a global position."""
-        sequences = self.sequences(position, batch_size)
+        count = batch_size if self.epochs is None else min(batch_size, self.epochs.left(position))
+        assert count, f"the run has ended before sequence {position}"
+        sequences = self.sequences(position, count)
         documents = np.concatenate(sequences, dtype=DOCUMENT)
         units = self.layout.units(documents)
         by_source = np.bincount(documents["source"], weights=units, minlength=len(self.sources))
         epoch = self.locate(position)[0]
-        mine = [self.collate(sequences[i : i + micro], epoch) for i in range(rank * micro, batch_size, micro * ranks)]
+        assert self.epochs is None or self.locate(position + count - 1)[0] == epoch, "a step straddles two epochs"
+        mine = [sequences[turn.start : turn.stop] for turn in micro_batches(count, micro, rank, ranks)]
         return StepBatch(
-            mine,
+            [self.collate(rows, epoch) if rows else self._stand_in(sequences, epoch) for rows in mine],
             int(units.sum()),
             int(documents["length"].sum()) - self._head * len(documents),
-            self._progress(position + batch_size),
+            self._progress(position + count),
             tuple(int(n) for n in by_source),
+            count,
         )
+
+    def _stand_in(self, sequences: Sequence[np.ndarray], epoch: int) -> Any:
+        """What a rank without rows computes, since forwards are collective: the step's shortest row, uncounted."""
+        shortest = min(sequences, key=lambda documents: int(documents["length"].sum()))
+        return replace(self.collate([shortest], epoch), counts=False)
 
     @property
     def source_count(self) -> int:

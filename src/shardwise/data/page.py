@@ -78,6 +78,8 @@ def _tiles(bill: Bill) -> str:
         ("Learned", f"{total.learned_share:.1%}", f"{total.supervised:,} tokens"),
         ("Sequences", f"{bill.packing.sequences:,}", f"of {bill.sequence_length:,} tokens"),
     ]
+    if bill.steps is not None:
+        tiles.append(("Steps", f"{bill.steps.steps:,}", bill.steps.words))
     if bill.packing.on:
         tiles.append(("Full", f"{bill.packing.efficiency:.1%}", f"{bill.packing.padding:,} tokens of padding"))
     return "".join(

@@ -22,7 +22,7 @@ class RowBatch:
 
     `labels` are a target's tokens, the tokens under masks, or a class per row; `sources` tells of which of
     `source_count` sources each row is, None where there is but one; `units` counts labels by source, where only the
-    batch knows.
+    batch knows; `counts` as of MicroBatch.
     """
 
     input_ids: torch.Tensor
@@ -33,6 +33,7 @@ class RowBatch:
     token_type_ids: torch.Tensor | None = None
     units: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None  # where a rank has but a part of each row
+    counts: bool = True
 
     def to(self, device: torch.device) -> RowBatch:
         """The same on a device."""

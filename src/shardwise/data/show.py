@@ -50,6 +50,8 @@ def print_bill(bill: Bill, console: Console) -> None:
     for source in bill.sources:
         _print_source(source, console)
     _print(console, _packing_line(bill))
+    if bill.steps is not None:
+        _print(console, f"{counted(bill.steps.steps, 'step', 'steps')}: {bill.steps.words}")
     for source in bill.sources:
         _print_fates(source, console)
 

@@ -18,7 +18,7 @@ from shardwise.errors import UserError
 
 COMPRESSED = {".gz", ".zst", ".zstd", ".bz2", ".xz"}
 BLOCK = 1 << 20
-ZSTD_STEP = 2048  # compressed bytes at a time: zstd makes at most 32,768 times as much of them, 64 MB
+ZSTD_STEP = 256  # compressed bytes at a time: zstd makes at most 32,768 times as much of them, 8 MB
 
 
 def plain_suffix(path: Path) -> str:

@@ -15,14 +15,15 @@ from typing import Any
 
 from shardwise.config.objectives import Purpose
 from shardwise.config.resolve import Resolution, purpose_of, resolve_model, resolve_objective, task_wanted
-from shardwise.config.schema import Data, Run
-from shardwise.data.bill import Bill, PackingBill, SourceBill
+from shardwise.config.schema import Data, Run, Train
+from shardwise.data.bill import Bill, PackingBill, SourceBill, StepsBill
+from shardwise.data.epochs import Epochs, stream_in_words
 from shardwise.data.examples import BadRow, Fates
 from shardwise.data.fingerprint import template_fingerprint
 from shardwise.data.judged import describe_head
 from shardwise.data.judged_layout import LAYOUTS
 from shardwise.data.layout import CausalLayout
-from shardwise.data.loader import make_loader
+from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import all_names, passes_per_epoch
 from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data
 from shardwise.data.preview import Sample
@@ -118,7 +119,20 @@ def bill_of(found: Survey) -> Bill:
     packing = PackingBill(bool(data.packing), sequences, documents, tokens, data.sequence_length, data.packing_window)
     template = template_fingerprint(found.tokenizer)
     purpose = purpose_of(found.run)
-    return Bill(bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length, purpose)
+    return Bill(
+        bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length, purpose,
+        _steps(found.run.train, loader),
+    )  # fmt: skip
+
+
+def _steps(train: Train, loader: Loader) -> StepsBill:
+    steps, batch, first = train.steps, train.batch_size, loader.epoch_sequences()
+    if steps is not None and train.epochs is None:
+        return StepsBill(steps, steps * batch / first, batch, stream_in_words(steps, batch, first))
+    count = train.epochs or 1.0
+    epochs = Epochs.of(count, loader.epoch_sequences)
+    whole = epochs.steps(batch)
+    return StepsBill(min(steps or whole, whole), count, batch, epochs.in_words(count, batch, steps))
 
 
 def spread(rows: int, wanted: int) -> list[int]:

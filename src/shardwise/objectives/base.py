@@ -34,6 +34,11 @@ class Loss:
         parts = [self.total.detach()[None], *(f.detach().float()[None] for f in self.figures.values())]
         return torch.cat(parts if len(self.by_source) == 1 else [*parts, self.by_source])
 
+    def uncounted(self) -> Loss:
+        """The same times 0: backward reaches every parameter, and adds nothing."""
+        figures = {name: 0 * value for name, value in self.figures.items()}
+        return Loss(0 * self.total, 0 * self.by_source, 0 * self.units, figures)
+
 
 class Objective(Protocol):
     """Anything the loop can train: a forward that returns the summed loss of a micro-batch.

@@ -194,7 +194,7 @@ class Looks:
 
     def _waits(self, frame: FrameType) -> bool:
         """Whether its innermost line is a collective or waits for one."""
-        place = (frame.f_code.co_filename, frame.f_lineno)
+        place = (frame.f_code.co_filename, frame.f_lineno or 0)  # None between two lines
         if place not in self._known:
             line = linecache.getline(*place)
             self._known[place] = place[0].endswith(_COLLECTIVES) or ".wait(" in line or "wait_tensor(" in line

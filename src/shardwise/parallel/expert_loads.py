@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,15 @@ class ExpertLoads:
     def reset(self) -> None:
         """Begins to count anew."""
         self._counts.zero_()
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Around a forward whose tokens are nobody's."""
+        before = self._counts.clone()
+        try:
+            yield
+        finally:
+            self._counts.copy_(before)
 
     def balance(self, counts: torch.Tensor) -> Balance | None:
         """A summary of what was read, for the metrics; None where nothing was counted."""

@@ -109,9 +109,9 @@ class Spread:
         """Without backward; none where another stage knows them."""
         with self.active():
             if self.pipeline is not None:
-                found: list[Loss] = self.pipeline.evaluate(batches, self._on_share(objective))
+                found: list[Loss] = self.pipeline.evaluate(batches, self._computing(objective))
                 return found
-            return [objective(model, self.share(batch)) for batch in batches]
+            return [self.loss(model, objective, batch) for batch in batches]
 
     def learn(
         self,
@@ -123,14 +123,23 @@ class Spread:
     ) -> list[Loss]:
         """Through the pipeline: forward and backward of all micro-batches; `prepare` as of ShardedModel."""
         assert self.pipeline is not None and self.stages is not None
-        compute = self._on_share(objective)
         with self.active():
-            found: list[Loss] = self.pipeline.step(batches, compute, to_backward, lambda chunk, last: prepare(last))
+            found: list[Loss] = self.pipeline.step(
+                batches, self._computing(objective), to_backward, lambda chunk, last: prepare(last)
+            )
         self.stages.sum_shared_gradients()
         return found
 
-    def _on_share(self, objective: Objective) -> Objective:
-        return lambda model, batch: objective(model, self.share(batch))  # type: ignore[return-value]
+    def loss(self, model: Any, objective: Objective, batch: Any) -> Loss:
+        """Of this rank's part of a micro-batch; zeros where its rows count nothing."""
+        part = self.share(batch)
+        if batch.counts:
+            return objective(model, part)
+        with self.loads.ignored() if self.loads is not None else nullcontext():
+            return objective(model, part).uncounted()
+
+    def _computing(self, objective: Objective) -> Callable[[Any, Any], Loss]:
+        return lambda model, batch: self.loss(model, objective, batch)
 
 
 def _copies(parameter: torch.Tensor) -> int:

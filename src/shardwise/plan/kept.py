@@ -14,13 +14,14 @@ from shardwise.plan.calibration import Record, add
 FILE = "prediction.json"
 
 
-def beside_prediction(output: Path, label: str, records: list[dict[str, Any]]) -> str | None:
-    """What was foreseen of a finished run on a GPU and what came true; None where nothing was foreseen."""
+def beside_prediction(output: Path, label: str, records: list[dict[str, Any]], batch_size: int) -> str | None:
+    """What was predicted of a finished run on a GPU and what was measured, in full steps; None where either lacks."""
     made = kept(output)
     steps = [record for record in records if record["kind"] == "train"]
     spent = [
         (b["elapsed_seconds"] - a["elapsed_seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(steps)
         if b["elapsed_seconds"] > a["elapsed_seconds"] and b["step"] > a["step"]
+        and b.get("sequences", batch_size) == batch_size
     ]  # fmt: skip
     if made is None or made["kind"] == "cpu" or not spent:
         return None  # a CPU's process holds more than its tensors

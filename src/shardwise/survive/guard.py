@@ -41,7 +41,7 @@ class Guard:
 
     def __init__(self, settings: Settings, world: World, output: Path, scaled: bool) -> None:
         self._settings, self._world, self._file, self._scaled = settings, world, output / FILE, scaled
-        self._recent: deque[float] = deque(maxlen=settings.window)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=settings.window)  # losses, and of how many units
         self._why: dict[int, str] = {}  # of the steps skipped since the last report
         self._spent = self._compared = 0
 
@@ -81,7 +81,7 @@ class Guard:
             if settings.spike is not None and settings.on_spike == "skip":
                 loss = summed.reshape(-1)[:1].float().cpu()
                 dist.all_reduce(loss, group=self._world.control)
-                why = why or self._leap(float(loss) / max(1, units))
+                why = why or self._leap(float(loss) / max(1, units), units)
             if why:
                 self._why[step] = why
                 self._note(step, why, "skip", until)
@@ -103,7 +103,7 @@ class Guard:
             return self._end(settings.nan, trouble, position)
         if settings.spike is None or settings.on_spike == "skip":
             return None
-        leaps = (f"{why} at step {r['step']}" for r in fine if (why := self._leap(r["loss"])))
+        leaps = (f"{why} at step {r['step']}" for r in fine if (why := self._leap(r["loss"], r["supervised_tokens"])))
         if why := next(leaps, ""):
             remedy = "\n  → lower train.learning_rate, or let it go back: guard.on_spike: back"
             return self._end(settings.on_spike, why + remedy, position)
@@ -124,16 +124,21 @@ class Guard:
             "before with resume=FOLDER"
         )
 
-    def _leap(self, loss: float) -> str:
-        """What to say of a loss far above the recent ones; others are remembered."""
+    def _leap(self, loss: float, units: int) -> str:
+        """What to say of a loss far above the recent ones; others are remembered.
+
+        A mean over fewer units scatters more: the last step of an epoch may have few.
+        """
         assert self._settings.spike is not None
         if len(self._recent) >= min(FEWEST, self._settings.window):
-            mean, spread = statistics.fmean(self._recent), statistics.pstdev(self._recent)
-            bound = mean + self._settings.spike * max(spread, 0.01 * abs(mean))
+            losses, usual = [value for value, _ in self._recent], statistics.fmean(n for _, n in self._recent)
+            mean, spread = statistics.fmean(losses), statistics.pstdev(losses)
+            wider = math.sqrt(max(1.0, usual / max(1, units)))
+            bound = mean + self._settings.spike * max(spread, 0.01 * abs(mean)) * wider
             if loss > bound:
                 return f"the loss leapt to {loss:.4g} (mean {mean:.4g} of {len(self._recent)} steps, bound {bound:.4g})"
         if math.isfinite(loss):
-            self._recent.append(loss)
+            self._recent.append((loss, units))
         return ""
 
     def _end(self, wanted: str, trouble: str, position: Position) -> RunFailed:

@@ -18,6 +18,7 @@ from shardwise.adapters.describe import method_lines
 from shardwise.checkpoint.folders import step_folder
 from shardwise.config.compat import remarks
 from shardwise.config.units import human
+from shardwise.data.epochs import stream_in_words
 from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
@@ -95,12 +96,8 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
     packed = " (packed)" if run.data.packing else ""
     sequences = f"{run.train.batch_size} sequences of up to {run.data.sequence_length} tokens{packed}"
-    epochs = ""
-    if job.data.complete:
-        epoch = job.loader().epoch_sequences()
-        passes = (run.train.steps or 0) * run.train.batch_size / epoch
-        epochs = f"; {passes:.2g} epochs of {epoch:,} sequences"
-    table.add_row("steps", f"{run.train.steps} × {sequences}{epochs}")
+    times = "×" if job.epochs is None else "of up to"
+    table.add_row("steps", f"{run.train.steps} {times} {sequences}; {_epochs(job)}")
     table.add_row(
         "batch",
         f"{run.train.batch_size} = {micro} per forward × {layout.data} ranks{_apart(run)} × {rounds} accumulated",
@@ -153,6 +150,18 @@ def _pipeline(run: Run, stages: int, micros: int) -> str:
     )
 
 
+def _epochs(job: Job) -> str:
+    """How many epochs the steps are."""
+    train = job.run.train
+    assert train.steps is not None
+    if job.epochs is None and not job.data.complete:
+        return "how many epochs that is, metrics.jsonl will tell once the data are tokenised"
+    if job.epochs is None:
+        return stream_in_words(train.steps, train.batch_size, job.loader().epoch_sequences())
+    assert train.epochs is not None
+    return job.epochs.in_words(train.epochs, train.batch_size, train.steps)
+
+
 def _apart(run: Run) -> str:
     return " with different data" if run.parallel.beyond_data else ""
 
@@ -197,7 +206,8 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
     )
     loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
     held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
-    console.print(f"done: {result.step} steps, {loss}{held}")
+    seen = [record["epoch"] for record in result.metrics if record["kind"] == "train"]
+    console.print(f"done: {result.step} steps, {loss}{held}{f'; {seen[-1]:.2f} epochs' if seen else ''}")
     talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
     console.print(f"  model    {result.model}{talk}", highlight=False)
     if (

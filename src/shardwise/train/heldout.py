@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.data.epochs import micro_batches
 from shardwise.data.loader import Loader
 from shardwise.objectives.base import Loss, Objective
 from shardwise.train.meter import told_by_source
@@ -51,10 +52,7 @@ def summed_losses(
     """
     sequences = loader.epoch_sequences()
     sums = torch.zeros(2, 1 + len(objective.figures) + loader.source_count, dtype=torch.float64)
-    rounds = [
-        range(first + rank * micro, min(first + (rank + 1) * micro, sequences))
-        for first in range(0, sequences, micro * ranks)
-    ]
+    rounds = micro_batches(sequences, micro, rank, ranks)
     for first in range(0, len(rounds), together):
         turn = rounds[first : first + together]
         # A rank without a sequence still takes part (the forward is collective) but counts nothing.

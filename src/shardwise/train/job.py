@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.config.axes import data_ranks
 from shardwise.config.load import LoadedRun
 from shardwise.config.resolve import (
     check_output,
@@ -24,6 +25,7 @@ from shardwise.config.resolve import (
     world_size,
 )
 from shardwise.config.schema import Run
+from shardwise.data.epochs import Epochs
 from shardwise.data.judged_layout import LAYOUTS
 from shardwise.data.layout import CausalLayout, Layout
 from shardwise.data.loader import Loader, make_loader
@@ -32,6 +34,7 @@ from shardwise.data.prepare import Prepared, Tell, prepare_data
 from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.data.rows import row_layout
 from shardwise.data.taught import TaughtLayout
+from shardwise.data.visible import counted
 from shardwise.errors import UserError
 from shardwise.models.adapt import adapt_model, labels_of, padding_id, settle_attention
 from shardwise.models.source import ModelSource, find_model
@@ -53,6 +56,7 @@ class Job:
     adapted: Adapted
     output: Path
     teacher: Teacher | None = None
+    epochs: Epochs | None = None  # of a run that counts in epochs
 
     @property
     def parameters(self) -> int:
@@ -87,7 +91,21 @@ class Job:
     def loader(self) -> Loader:
         """The training sequences."""
         data = self.run.data
-        return make_loader(self.data.streams(), data, self.run.train.seed, self.layout, data.temperature)
+        return make_loader(self.data.streams(), data, self.run.train.seed, self.layout, data.temperature, self.epochs)
+
+    def last_step(self, step: int, sequences: int) -> int:
+        """The step that the run ends with, if it has done so many steps and consumed so many sequences.
+
+        Of a run that counts in epochs, the one that takes its last sequence. After a change of the batch size, or past
+        sequences that the guard dropped, that is not where a run from the start ends. DiLoCo workers end together.
+        """
+        total, rows = self.run.train.steps, self.run.train.batch_size
+        assert total is not None
+        if self.epochs is None:
+            return total
+        end = step + self.epochs.steps(rows, sequences)
+        capped = total < self.epochs.steps(rows) or self.run.apart is not None
+        return min(total, end) if capped else end
 
     def eval_loader(self) -> Loader | None:
         """The held-out sequences, if any."""
@@ -110,10 +128,12 @@ def prepare_job(
     say: Callable[[str], None] = lambda _: None,
     tell: Tell | None = None,
     gate: Gate = lambda source, run, adapted: run,
+    epochs: Epochs | None = None,
 ) -> Job:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache.
 
     `gate` is asked once the model is known and before the data are read: it may refuse the run, or make it smaller.
+    `epochs`: where it was counted before how long they are.
     """
     from shardwise.adapters.apply import apply_method
     from shardwise.models.build import build_on_meta
@@ -150,19 +170,43 @@ def prepare_job(
     vocabulary = model.get_input_embeddings().num_embeddings
     teacher = find_teacher(result.run, tokenizer, vocabulary, say)
     purpose = purpose_of(result.run)
-    early = result.run.train.steps is not None  # a run that counts in epochs must know how long one is
+    wanted = result.run.train.epochs or (None if result.run.train.steps is not None else 1.0)
+    early = wanted is None or epochs is not None  # a run that counts in epochs must know how long they are
     data = prepare_data(
         result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, purpose, labels_of(result.run)
     )
     output = Path(result.run.output).expanduser()
-    job = Job(result.run, result.reasons, source, tokenizer, data, adapted, output, teacher)
+    job = Job(result.run, result.reasons, source, tokenizer, data, adapted, output, teacher, epochs)
     if not early:
-        resolve_steps(result, job.loader().epoch_sequences())
-    job = replace(job, run=result.run, reasons=result.reasons)
+        assert wanted is not None
+        epochs = Epochs.of(wanted, job.loader().epoch_sequences)
+        rows = result.run.train.batch_size
+        resolve_steps(result, wanted, epochs.steps(rows), epochs.in_words(wanted, rows, None))
+        if (asked := loaded.run.train.steps) is not None and asked > epochs.steps(rows):
+            say(f"train.epochs={wanted:g} ends at step {epochs.steps(rows)}, before train.steps={asked}")
+        if max(epochs.sizes) < rows:
+            say(_never_full(result.run, max(epochs.sizes), loaded.run.train.micro_batch_size != "auto"))
+    job = replace(job, run=result.run, reasons=result.reasons, epochs=epochs)
     if size := disk_bytes(job.run, adapted.trainable, adapted.frozen_bytes):
         check_disk(job.offload_folder, size)
     _check_resume(job)
     return job
+
+
+def _never_full(run: Run, sequences: int, micro_given: bool) -> str:
+    """What to say where an epoch has fewer sequences than a batch: its only step is a smaller one."""
+    ranks, micro = data_ranks(run.parallel, world_size(run)), int(run.train.micro_batch_size)
+    fits = sequences // ranks * ranks
+    remedy = f"train.batch_size={fits}" if fits else f"{counted(sequences, 'rank', 'ranks')} or fewer"
+    if fits and micro_given and fits % (micro * ranks):
+        remedy += " train.micro_batch_size=1"
+    if run.data.packing:
+        remedy += ", or data.packing=false (a sequence for each document)"
+    packed = "packed " * run.data.packing
+    return (
+        f"an epoch has {counted(sequences, f'{packed}sequence', f'{packed}sequences')}, fewer than train.batch_size "
+        f"{run.train.batch_size}: it is one step of {sequences}\n    → for full steps: {remedy}"
+    )
 
 
 def _check_resume(job: Job) -> None:
@@ -191,11 +235,14 @@ def _check_resume(job: Job) -> None:
 
 def write_job(job: Job, file: Path) -> None:
     """Hands a prepared job to the ranks."""
-    file.write_text(json.dumps({"run": job.run.model_dump(mode="json"), "reasons": job.reasons}, indent=1))
+    values: dict[str, Any] = {"run": job.run.model_dump(mode="json"), "reasons": job.reasons}
+    values["epochs"] = None if job.epochs is None else job.epochs.sizes
+    file.write_text(json.dumps(values, indent=1))
 
 
 def read_job(file: Path) -> Job:
     """Takes a job up again in a rank; model and data come out of the cache."""
     values = json.loads(file.read_text())
-    job = prepare_job(LoadedRun(Run.model_validate(values["run"])))
+    epochs = None if values["epochs"] is None else Epochs(tuple(values["epochs"]))
+    job = prepare_job(LoadedRun(Run.model_validate(values["run"])), epochs=epochs)
     return replace(job, reasons=values["reasons"])

@@ -50,23 +50,23 @@ class Outcome:
 def fit(parts: Parts) -> Outcome:
     """Trains from the parts' position to the last step, saving and evaluating on the way."""
     run, world, position = parts.job.run, parts.world, parts.position
-    total = run.train.steps
-    assert total is not None
     save_every, eval_every, copy_every = run.checkpoint.every, run.train.eval_every, run.checkpoint.memory
     stop, loss, eval_loss = 0, None, None
     meeting = join_others(parts)  # of workers that train apart: it may move the position on
+    guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
+    skipped = guard.resume(position)  # this too
+    total = parts.meter.total = parts.job.last_step(position.step, position.sequences)
     report = Report(parts, total)
     watch = watch_of(parts)
     forget_samples_after(parts)
     save_seconds, eval_seconds, copy_seconds = (e.seconds if e else None for e in (save_every, eval_every, copy_every))
     control = Control(world.control, save_seconds, eval_seconds, copy_seconds, EVERY, lambda: parts.copies.busy)
     pace = Pace(world.control, parts.timer)
-    guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
-    skipped = guard.resume(position)
-    profiling = Profiling(parts.job, world)
+    profiling = Profiling(parts.job, world, total)
+    epochs, rows = parts.job.epochs, run.train.batch_size
     batches = Ahead(
-        parts.loader, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data,
-        end=position.sequences + (total - position.step) * run.train.batch_size,
+        parts.loader, rows, int(run.train.micro_batch_size), world.place.data, world.layout.data,
+        end=epochs.end if epochs is not None else position.sequences + (total - position.step) * rows,
     )  # fmt: skip
     with control, report, batches, meeting, pace:
         report.noted([*skipped, *meeting.notes])
@@ -90,18 +90,18 @@ def fit(parts: Parts) -> Outcome:
                 summed = summed if parts.spread.counts else torch.zeros_like(summed)
                 report.first_gradients(parts)
                 with parts.timer.region("step"), profiling.update():
-                    until = position.sequences + run.train.batch_size
+                    until = position.sequences + batch.sequences
                     norm = parts.update(guard.allowing(step + 1, until, summed, batch.supervised))
             report.noted(profiling.told())
 
-            position.step, position.sequences = step + 1, position.sequences + run.train.batch_size
+            position.step, position.sequences = step + 1, position.sequences + batch.sequences
             position.tokens += batch.tokens
             position.supervised += batch.supervised
             parts.meter.add(step, rate, summed, norm, batch)
             pace.end()
 
             stop, save_due, eval_due = control.end()
-            last = position.step == total
+            last = position.step >= total
             evaluating = parts.eval_loader is not None and not stop and (last or eval_due or _due(eval_every, step + 1))
             saving = last or bool(stop) or save_due or _due(save_every, step + 1)
             meets = (last or not stop) and meeting.due(position.step, last)
@@ -127,7 +127,7 @@ def fit(parts: Parts) -> Outcome:
                     report.met(
                         meeting.meet(last, lambda: control.signal is not None, lambda words: report.noted([words]))
                     )
-                last = position.step == total  # who was behind the others has moved on with them
+                last = position.step >= total  # who was behind the others has moved on with them
                 evaluating, saving = evaluating or (last and parts.eval_loader is not None), saving or last
             if evaluating:
                 parts.status.set("evaluating")
@@ -182,7 +182,7 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
         parts.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
         with fast_attention(parts.world.device), parts.spread.active():
             with parts.timer.region("forward"):
-                loss = parts.objective(parts.sharded.model, parts.spread.share(micro))
+                loss = parts.spread.loss(parts.sharded.model, parts.objective, micro)
             with parts.timer.region("backward"):
                 parts.scaler.scale(loss.total * scale).backward()
         summed = summed + loss.sums()
@@ -191,7 +191,9 @@ def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
 
 def agree_on_units(batch: StepBatch, world: World) -> StepBatch:
     """The batch with the counts over all ranks, where each rank knows its own micro-batches' alone."""
-    counts = torch.stack([micro.units for micro in batch.micro_batches]).sum(0) * world.leads  # not twice
+    counts = torch.zeros(len(batch.by_source), dtype=torch.int64)
+    for micro in batch.micro_batches:
+        counts += micro.units * (micro.counts and world.leads)  # not twice
     dist.all_reduce(counts, group=world.control)
     return replace(batch, supervised=int(counts.sum()), by_source=tuple(int(n) for n in counts))
 
@@ -260,7 +262,8 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     # From the records, not the outcome: a run that was finished before has no losses of its own.
     losses = {record["kind"]: record["loss"] for record in records if "loss" in record}
     summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
-    summary |= {"check": exported.checked, "foresight": beside_prediction(job.output, job.source.label, records)}
+    summary |= {"check": exported.checked}
+    summary |= {"foresight": beside_prediction(job.output, job.source.label, records, job.run.train.batch_size)}
     summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
     summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}
     (job.output / "result.json").write_text(json.dumps(summary, indent=1))

@@ -28,6 +28,7 @@ class _Pending:
     supervised: int
     tokens: int
     epoch: float
+    sequences: int
     by_source: tuple[int, ...]
 
 
@@ -45,7 +46,7 @@ class Meter:
         sources: Sequence[str] = (),
         figures: Sequence[str] = (),
     ) -> None:
-        self._group, self._device, self._total = group, device, total
+        self._group, self._device, self.total = group, device, total
         self._pending: list[_Pending] = []
         self._started, self._before = time.monotonic(), seconds
         self._last = self._started
@@ -58,7 +59,9 @@ class Meter:
         """Notes a finished step, its loss as the objective sums it (Loss.sums); no waiting."""
         self._first_step = step if self._first_step is None else self._first_step
         self._pending.append(
-            _Pending(step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch, batch.by_source)
+            _Pending(
+                step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch, batch.sequences, batch.by_source
+            )
         )
 
     @contextmanager
@@ -97,6 +100,7 @@ class Meter:
                     "loss": loss / max(1, entry.supervised),
                     "learning_rate": entry.rate,
                     "grad_norm": norm,
+                    "sequences": entry.sequences,
                     "tokens": entry.tokens,
                     "supervised_tokens": entry.supervised,
                     "epoch": round(entry.epoch, 4),
@@ -104,7 +108,7 @@ class Meter:
                     "mfu": mfu,
                     "memory_bytes": memory_now(self._device),
                     "elapsed_seconds": round(self.seconds, 3),
-                    "eta_seconds": round(per_step * (self._total - entry.step - 1), 1),
+                    "eta_seconds": round(per_step * (self.total - entry.step - 1), 1),
                 }
                 | memory
                 | {name: value / max(1, entry.supervised) for name, value in zip(self._figures, parts, strict=False)}

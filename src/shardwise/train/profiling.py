@@ -26,11 +26,10 @@ LONGEST = 100_000  # allocations that a snapshot remembers
 class Profiling:
     """Records the steps that were asked for; nothing else costs anything."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Job, world: World, total: int) -> None:
         self._job, self._world, self._steps = job, world, frozenset(job.run.log.profile)
         self._folder, self._active = job.output / "profile", False
-        total = job.run.train.steps
-        late = sorted(step for step in self._steps if total is not None and step > total)
+        late = sorted(step for step in self._steps if step > total)
         steps = ", ".join(map(str, late))
         self._told = [f"not profiled, since the run ends after {total} steps: {steps} (log.profile)"] if late else []
 

@@ -247,13 +247,14 @@ def build_parts(
             say(line)
         if position.scaler:
             scaler.load_state_dict(position.scaler)
-        steps = run.train.steps or 0
+        steps = job.last_step(position.step, position.sequences)
         if position.step < steps:
             say(f"going on from {place or f'{folder} (step {position.step})'}{copies.told(position.step)}")
             for change in changed_settings(folder, run):
                 say(f"changed since then: {change}")
         else:
-            say(f"nothing is left to train: {folder} is at step {position.step}, train.steps is {steps}")
+            end = f"train.steps is {steps}" if job.epochs is None else f"train.epochs is {run.train.epochs:g}"
+            say(f"nothing is left to train: {folder} is at step {position.step}, {end}")
     copies.began(position.step)
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
 
@@ -316,6 +317,5 @@ def _meter(
     )  # fmt: skip
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = peak_flops(name, job.run.precision) if name else None
-    assert job.run.train.steps is not None
-    total_peak = peak * world.size if peak else None
-    return Meter(world.control, world.device, job.run.train.steps, position.seconds, work, total_peak, sources, figures)
+    total, total_peak = job.last_step(position.step, position.sequences), peak * world.size if peak else None
+    return Meter(world.control, world.device, total, position.seconds, work, total_peak, sources, figures)

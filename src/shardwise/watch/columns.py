@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 NESTED = ("losses", "breakdown")  # mappings of numbers within a record
-LEFT_OUT = frozenset({"step", "time", "tokens", "supervised_tokens", "eta_seconds", "epoch"})  # of no use as curves
+LEFT_OUT = frozenset(  # of no use as curves
+    {"step", "time", "sequences", "tokens", "supervised_tokens", "eta_seconds", "epoch"}
+)
 MOST_NAMES = 200  # of one kind: nobody can tell the lines of thousands of sources apart
 
 Points = tuple[list[float], list[float | None]]

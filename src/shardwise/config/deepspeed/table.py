@@ -282,7 +282,7 @@ CHECKPOINT = [
     idle("checkpoint.writer.*", "checkpoints are written in the background by threads of our own"),
     refused("datastates_ckpt.*", "that checkpoint engine is not here; checkpoints are written in the background"),
     refused("nebula.*", "that service is not here (DeepSpeed has removed it too)"),
-    idle("dataloader_drop_last", "sequences flow on from epoch to epoch: no batch is short and none is dropped"),
+    idle("dataloader_drop_last", "the last batch of an epoch takes what is left: nothing is dropped or repeated"),
     idle("disable_python_gc", "the collector is left alone"),
     idle("vocabulary_size", "DeepSpeed only warns by it"),
 ]  # fmt: skip
