@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.config.resolve import Resolution
 from shardwise.data.labels import class_of, collect_labels
 from shardwise.errors import UserError
-from shardwise.models.source import ModelSource
+from shardwise.models.source import ModelSource, load_config
 from shardwise.models.tasks import class_names
 
 
@@ -49,6 +49,17 @@ def adapt_model(result: Resolution, source: ModelSource, tokenizer: Any) -> Mode
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: number for number, name in enumerate(labels)}
     return replace(source, config=config)
+
+
+def changed_settings(source: ModelSource) -> dict[str, Any]:
+    """What `adapt_model` set in the config of a model that has files."""
+    if source.origin is None or source.task == "causal":
+        return {}
+    plain = load_config(source.origin, source.label, source.trust_remote_code).to_dict()
+    now = source.config.to_dict()
+    keys = ["pad_token_id", *(["decoder_start_token_id"] if source.task == "seq2seq" else [])]
+    keys += ["id2label", "label2id"] if source.task == "classify" else []
+    return {key: now[key] for key in keys if key in now and now[key] != plain.get(key)}
 
 
 def _with_ends(config: Any, tokenizer: Any, given: dict[str, Any]) -> Any:

@@ -44,6 +44,8 @@ class ModelSource:
     tokenizer: str
     trust_remote_code: bool = False
     task: Task = "causal"
+    origin: Path | None = None  # the Hugging Face folder that the weights came from, before any conversion
+    extra: tuple[str, ...] = ()  # tensors in it that the model has no place for
 
     def load_tokenizer(self) -> Any:
         """The tokenizer, fast (offsets are needed to mask exactly)."""
@@ -74,12 +76,17 @@ def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: 
     else:
         name = str(model.name)
         folder = _folder_of(name, model, say)
-        config = _config_of(folder, name, model.trust_remote_code)
+        config = load_config(folder, name, model.trust_remote_code)
         tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
-        source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code)
+        given = None if _is_gguf(name) else folder
+        source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code, origin=given)
     source = replace(source, task=task or task_of(source.config))
     check_task(source.config, source.task, source.label)
     return source
+
+
+def _is_gguf(name: str) -> bool:
+    return name.lower() == EMBEDDED or Path(name).suffix == ".gguf"
 
 
 def _folder_of(name: str, model: Model, say: Callable[[str], None]) -> Path:
@@ -161,7 +168,8 @@ def config_from(values: dict[str, Any]) -> Any:
         raise UserError("model.config", values, problem, remedy) from None
 
 
-def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
+def load_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
+    """The config of a folder; raises UserError where transformers does not take it."""
     from transformers import AutoConfig
 
     try:
@@ -243,6 +251,7 @@ def converted_folder(source: ModelSource) -> Path:
 
     def make(folder: Path) -> None:
         where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
+        where |= _dequantized(source)
         try:
             with quiet():
                 model, report = auto_class(source.task).from_pretrained(
@@ -262,6 +271,31 @@ def converted_folder(source: ModelSource) -> Path:
 
     task = "" if source.task == "causal" else f"-{source.task}"
     return make_once(cache_root() / "models" / f"{source.weights.name}-{weights_key(source.weights)}{task}", make)
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether the files hold codes and scales: read as they are, they would be other weights."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _dequantized(source: ModelSource) -> dict[str, Any]:
+    """What has transformers load plain floats of quantised files; refuses what it cannot turn back."""
+    if not is_quantized(source.config):
+        return {}
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    given = source.config.quantization_config
+    values = given if isinstance(given, dict) else given.to_dict()
+    method = str(values.get("quant_method"))
+    try:
+        config = AutoQuantizationConfig.from_dict(values)
+    except (ValueError, TypeError, ImportError):
+        config = None
+    if not hasattr(config, "dequantize"):
+        problem = f"its weights are quantised ({method}), which cannot be undone here"
+        raise UserError("model", source.label, problem, "use the model that it was quantised from")
+    config.dequantize = True
+    return {"quantization_config": config}
 
 
 def weights_key(folder: Path) -> str:

@@ -1,0 +1,163 @@
+"""Who can read a GGUF file: transformers as its users call it, and llama.cpp by its rules, or itself where it is there.
+
+Each reader gives a verdict with its reason. A reader that reads the file faithfully gives, within what rounding to the
+file's type explains, the parameters and the logits of the trained model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.export.check import BOUNDS, compare, compare_logits
+from shardwise.export.llama_rules import GgufFile, layer_of, meaning, open_gguf, refusal
+from shardwise.models.source import first_line, quiet
+from shardwise.models.tasks import auto_class, task_of
+
+# Keys of configs that change no logits, or that no file has.
+NO_MATTER = ("_", "transformers_version", "dtype", "architectures", "use_cache", "bos_", "eos_", "pad_", "unk_", "id2",
+             "label2", "tie_word", "max_position", "vocab_size", "n_ctx", "model_type", "task_specific")  # fmt: skip
+OWN_ROUNDING = 0.05  # llama.cpp rounds activations and its cache, and has tables for some functions
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a reader reads a file as the model that was trained, and why or why not."""
+
+    reader: str
+    reads: bool
+    why: str
+    wrong: bool = False  # the file itself says something else than the model: no reader can make it right
+
+    @property
+    def line(self) -> str:
+        """For the terminal and the card."""
+        return f"{self.reader}: {'yes' if self.reads else 'no'}, {self.why}"
+
+
+def judge(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str, problem: str | None) -> list[Verdict]:
+    """The verdicts on a file; `problem`: what llama.cpp has built in other than the model needs it, if known."""
+    facts = open_gguf(file)
+    as_llama, same = _by_rules(reference, file, facts, ids, kind, problem)
+    plain = as_llama if same else _by_transformers(reference, file, facts, ids, kind)
+    itself = None if as_llama.wrong else _by_llama_cpp(reference, file, ids, kind)
+    return [itself or as_llama, Verdict("transformers (gguf_file=)", plain.reads, plain.why)]
+
+
+def _by_rules(
+    reference: Any, file: Path, facts: GgufFile, ids: Sequence[torch.Tensor], kind: str, problem: str | None
+) -> tuple[Verdict, bool]:
+    """llama.cpp's rules, and the logits that follow from how it understands the settings.
+
+    Also says whether transformers understands them the same way, so that its verdict is the same.
+    """
+    reader = "llama.cpp (by its rules)"
+    if (why := refusal(facts) or problem) is not None:
+        return Verdict(reader, False, why), False
+    model, same = _load(file, reference, meaning(facts))
+    outcome = compare(reference, model, ids, kind)
+    if outcome.problem is not None:
+        return Verdict(reader, False, outcome.problem, wrong=True), same
+    return Verdict(reader, True, f"it reads all {len(facts.shapes)} tensors; {outcome.figures}"), same
+
+
+def _by_transformers(reference: Any, file: Path, facts: GgufFile, ids: Sequence[torch.Tensor], kind: str) -> Verdict:
+    reader = "transformers"
+    try:
+        model, _ = _load(file, reference, {})
+        outcome = compare(reference, model, ids, kind)
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+        return Verdict(reader, False, f"it cannot compute with it ({first_line(error)})")
+    if outcome.problem is None:
+        return Verdict(reader, True, outcome.figures)
+    reasons = _unread(model, facts) + _misread(model.config, reference.config)
+    figure = f"logits differ by {outcome.relative:.2%} of their spread on {outcome.tokens} tokens"
+    return Verdict(reader, False, "; ".join([*(reasons or [outcome.problem]), figure]))
+
+
+def _unread(model: Any, facts: GgufFile) -> list[str]:
+    """Tensors of the file that transformers has no place for."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(facts.arch, TensorProcessor)(config=model.config.to_dict())
+    known = get_gguf_hf_weights_map(model, processor)
+    stacked = {name.removesuffix(".weight") for name in known}
+    lost = [n for n in facts.shapes if n not in known and n.removesuffix(".weight") not in stacked]
+    kinds = list(dict.fromkeys(layer_of(name) for name in lost))
+    some = f"{', '.join(kinds[:3])}{', …' * (len(kinds) > 3)}"
+    return [f"it ignores {len(lost)} tensor{'s' * (len(lost) > 1)} ({some})"] if lost else []
+
+
+def _misread(got: Any, wanted: Any) -> list[str]:
+    """Settings that transformers finds otherwise than the model has them."""
+    ours, theirs = wanted.to_dict(), got.to_dict()
+    keys = [k for k in ours if k in theirs and not _same(ours[k], theirs[k]) and not k.startswith(NO_MATTER)]
+    return [_difference(key, theirs[key], ours[key]) for key in keys[:2]]
+
+
+def _difference(key: str, got: Any, wanted: Any) -> str:
+    while isinstance(got, dict) and isinstance(wanted, dict):
+        first = next(one for one in wanted if not _same(got.get(one), wanted[one]))
+        key, got, wanted = f"{key}.{first}", got.get(first), wanted[first]
+    return f"it reads {key} as {str(got)[:40]} instead of {str(wanted)[:40]}"
+
+
+def _load(file: Path, reference: Any, settings: dict[str, Any]) -> tuple[Any, bool]:
+    """What transformers makes of a file, with these settings; and whether it found the same ones by itself."""
+    from transformers import AutoConfig
+
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
+    made = auto_class(task_of(reference.config))
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        if not settings:
+            return made.from_pretrained(**where, dtype=torch.float32).eval(), True
+        config = AutoConfig.from_pretrained(**where)
+        differing = {k: v for k, v in settings.items() if not _same(getattr(config, k, v), v)}
+        for key, value in differing.items():
+            setattr(config, key, value)
+        model = made.from_pretrained(**where, config=config, dtype=torch.float32)
+    return model.eval(), not differing
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_same(one.get(key), other.get(key)) for key in {*one, *other})
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return abs(one - other) <= 1e-6 * abs(one)
+    return bool(one == other)
+
+
+def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str) -> Verdict | None:
+    """llama.cpp's own logits, where PyPI's llama-cpp-python is installed; None where it is not."""
+    if find_spec("llama_cpp") is None or reference.config.is_encoder_decoder:
+        return None
+    llama_cpp: Any = import_module("llama_cpp")
+    reader = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
+    longest = max(one.shape[-1] for one in ids)
+    try:
+        model = llama_cpp.Llama(
+            str(file), n_ctx=longest + 8, n_batch=longest + 8, logits_all=True, verbose=False, n_gpu_layers=0
+        )
+    except ValueError as error:
+        return Verdict(reader, False, f"it does not load it ({first_line(error)})")
+    outcome = compare_logits(reference, _asked(model), ids, kind)
+    if not outcome.relative <= max(BOUNDS[kind].logits, OWN_ROUNDING):
+        return Verdict(reader, False, f"its logits differ by {outcome.relative:.2%} of their spread")
+    return Verdict(reader, True, outcome.figures)
+
+
+def _asked(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        model.reset()
+        model.eval(ids[0].tolist())
+        return torch.tensor(model.scores[: ids.shape[-1]])[None]
+
+    return logits
