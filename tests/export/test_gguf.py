@@ -28,9 +28,11 @@ from shardwise.export.check import BOUNDS, Comparison, Mismatch, compare, load_f
 from shardwise.export.command import export_gguf
 from shardwise.export.families import FAMILIES, WINDOWLESS, Family, family_of
 from shardwise.export.gguf_file import KINDS, plan_gguf, write_gguf
-from shardwise.export.llama_rules import READS, meaning, open_gguf
-from shardwise.export.readers import _load, judge
+from shardwise.export.readers import judge
+from shardwise.models.gguf import load_gguf
+from shardwise.models.gguf_rules import READS, meaning, open_gguf
 from shardwise.models.source import find_model
+from shardwise.models.tasks import auto_class, task_of
 
 IDS = [torch.arange(2 * 48).view(2, 48) * 37 % 515]
 
@@ -46,7 +48,8 @@ def written(models: Path, name: str, kind: str) -> tuple[Any, Path]:
 def round_trip(models: Path, name: str, kind: str) -> Comparison:
     """The file as llama.cpp understands it, beside the model."""
     reference, file = written(models, name, kind)
-    return compare(reference, _load(file, reference, meaning(open_gguf(file)))[0], IDS, kind)
+    made = auto_class(task_of(reference.config))
+    return compare(reference, load_gguf(file, made, meaning(open_gguf(file)))[0], IDS, kind)
 
 
 def test_every_row_of_the_table_is_executed() -> None:

@@ -299,7 +299,6 @@ def save_plain(root: str, source: str, layers: int) -> tuple[int, int]:
 
     import torch.distributed as dist
     from safetensors.torch import save_file
-    from support.tiny import QWEN3_MOE
 
     from shardwise.checkpoint.store import CheckpointStore
     from shardwise.models.build import build_on_meta
@@ -307,6 +306,7 @@ def save_plain(root: str, source: str, layers: int) -> tuple[int, int]:
     from shardwise.models.origin import RECORD
     from shardwise.models.source import ModelSource, config_from
     from shardwise.models.stored import sample_digest
+    from support.tiny import QWEN3_MOE
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": layers}
     config = config_from(QWEN3_MOE | sizes)
@@ -317,7 +317,7 @@ def save_plain(root: str, source: str, layers: int) -> tuple[int, int]:
     save_file(extra, Path(source) / "model.safetensors", metadata={"format": "pt"})
     names = [name for part in link(model, None).parts for name in part.writes]
     record = {"folder": source, "tensors": dict.fromkeys([*names, *extra], "float32"), "dropped": [], "reason": "",
-              "untouched": {n: sample_digest(t) for n, t in extra.items()}, "not_copied": []}  # fmt: skip
+              "untouched": {n: sample_digest(t) for n, t in extra.items()}, "not_copied": [], "config": {}}  # fmt: skip
 
     def write(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config.to_dict()))

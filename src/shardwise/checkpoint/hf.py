@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.errors import RunFailed, UserError
 from shardwise.models.build import build_on_meta
 from shardwise.models.names import Link, Part, link, natural_order
-from shardwise.models.origin import FILES, RECORD, Origin, counted, find_untouched, read_origin
-from shardwise.models.source import ModelSource, load_config
+from shardwise.models.origin import FILES, RECORD, Origin, counted, find_untouched, origin_of, read_origin
+from shardwise.models.source import ModelSource, find_model, is_gguf, load_config, quiet
 from shardwise.models.stored import INDEX, read_stored
+from shardwise.models.stored import stored_tensors as stored_in
 from shardwise.models.tasks import task_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -91,9 +92,8 @@ def export_checkpoint(
     if not verified:
         check_whole(checkpoint)
         if not changed_tokenizer:
-            _check_tokenizer(checkpoint)
-    if not merged and not holds_adapter(checkpoint):
-        _check_code(checkpoint, trust)
+            _check_tokenizer(checkpoint, trust)
+    _check_code(checkpoint, trust)
     unfinished = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -112,14 +112,15 @@ def export_checkpoint(
     return target
 
 
-def _check_tokenizer(checkpoint: Path) -> None:
+def _check_tokenizer(checkpoint: Path, trust: bool) -> None:
     """Its files are whole, but another version of transformers may read them otherwise."""
     from transformers import AutoTokenizer
 
     if not (checkpoint / MODEL / FILE).is_file():
         return  # written before checkpoints had one
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         problem = f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
         remedy = "pass --changed-tokenizer to export it as it is"
@@ -129,8 +130,7 @@ def _check_tokenizer(checkpoint: Path) -> None:
 
 def _check_code(checkpoint: Path, trust: bool) -> None:
     """A model that brings its own code is built with it; a checkpoint does not decide by itself that it is run."""
-    config = json.loads((checkpoint / MODEL / "config.json").read_text())
-    if read_run(checkpoint).model.trust_remote_code and "auto_map" in config and not trust:
+    if read_run(checkpoint).model.trust_remote_code and not trust:
         problem = "its model brings code of its own, which an export has to run"
         raise UserError("checkpoint", str(checkpoint), problem, "pass --trust-remote-code if you trust it")
 
@@ -192,7 +192,7 @@ def _entries(
     if plain:
         return [Entry(name, shape, DTYPES[dtype] if kind.is_floating_point else kind, partial(read, name))
                 for name, (shape, kind) in names.items()]  # fmt: skip
-    origin = read_origin(checkpoint / MODEL)
+    origin = read_origin(checkpoint / MODEL) or _found_origin(checkpoint, model, note)
     types = origin.tensors if origin is not None else {}
     linked = link(model, types or None)
     back, default, result = _Back(linked, read), _config_dtype(checkpoint), []
@@ -205,9 +205,27 @@ def _entries(
             result.append(Entry(name, tensor.shape, kind, partial(back, part, name)))
     if left := names.keys() - {name for part in linked.parts for name in part.reads}:
         raise RunFailed(f"{checkpoint}: {counted(sorted(left), 'trained tensor')} have no place in the exported model")
+    if linked.lost:
+        raise RunFailed(f"{checkpoint}: {counted(sorted(linked.lost), 'tensor')} of the source would not come back")
     for line in origin.notes() if origin is not None else ():
         note(line)
     return result + _untouched(origin, checkpoint, allow_missing, note)
+
+
+def _found_origin(checkpoint: Path, model: Any, note: Callable[[str], None]) -> Origin | None:
+    """Of a checkpoint without a record, written by an earlier version: what its source has, where it is still there."""
+    run = read_run(checkpoint)
+    if run.model.name is None or is_gguf(run.model.name):
+        return None
+    try:
+        source = find_model(run.model, task=task_wanted(run))
+        assert source.origin is not None
+        return origin_of(replace(source, extra=tuple(link(model, stored_in(source.origin)).extra)))
+    except UserError as error:
+        note(
+            f"its source is not there ({error.value}): whether it had tensors that training did not touch is not known"
+        )
+        return None
 
 
 def _untouched(
@@ -217,10 +235,11 @@ def _untouched(
         return []
     try:
         found = find_untouched(origin, read_run(checkpoint))
-    except UserError as error:
+    except UserError:
         if not allow_missing:
             raise
-        note(f"exported without {counted(list(origin.untouched), 'tensor')} of the source: {error.problem}")
+        what = counted(list(origin.untouched), "tensor")
+        note(f"left out: {what} of the source, since {origin.folder} is gone or changed")
         return []
     note(f"{counted(list(found), 'tensor')} of the source that training did not touch: copied as they are")
     return [Entry(name, one.shape, one.dtype, partial(read_stored, name, one)) for name, one in found.items()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import warnings
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
@@ -135,25 +136,26 @@ def sample_ids(tokenizer: Any, vocabulary: int, samples: Sequence[Sequence[int]]
     return [torch.tensor([[i % vocabulary for i in ids[:LENGTH]]]) for ids in known[:SEQUENCES] if len(ids) > 1]
 
 
-def load_folder(folder: Path, field: str = "model", trust: bool = False, extra: Container[str] = ()) -> Any:
+def load_folder(folder: Path, field: str = "model", trust: bool = False, extra: Container[str] | None = ()) -> Any:
     """A Hugging Face folder in fp32, as its readers load it: nothing is supplied but the type to compute in.
 
     Raises UserError where transformers misses a tensor, or finds one that it has no place for and that is not `extra`:
-    one that the model's source had too.
+    one that the model's source had too (None: it is not known what that had).
     """
     config = load_config(folder, str(folder), trust)
     with quiet():
         model, report = auto_class(task_of(config)).from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
         )
-    known = {key for name, key in link(model, tensor_files(folder)).extra.items() if name in extra}
-    for what, found in (
+    found = link(model, tensor_files(folder)).extra
+    known = {key for name, key in found.items() if extra is None or name in extra}
+    for what, wrong in (
         ("lacks", sorted(report["missing_keys"])),
         ("has in another shape", sorted(str(one[0]) for one in report["mismatched_keys"])),
         ("has, without a place for them in the model,", sorted(set(report["unexpected_keys"]) - known)),
     ):
-        if found:
-            problem = f"{what} {len(found)} tensors, {found[0]} among them"
+        if wrong:
+            problem = f"{what} {len(wrong)} tensors, {wrong[0]} among them"
             raise UserError(field, str(folder), problem, "export it again")
     return model.eval()
 
@@ -271,17 +273,40 @@ def check_peft(reference: Callable[[], Any], folder: Path, ids: Sequence[torch.T
     return f"PEFT reads it: logits differ by {outcome.relative:.2%} of their spread"
 
 
-def check_tensors(folder: Path, origin: Origin | None) -> str | None:
-    """Compares the tensors of a folder with those of the source: names, those left alone, and ties; raises Mismatch."""
+def check_tensors(folder: Path, origin: Origin | None, allow_missing: bool = False) -> str | None:
+    """Compares the tensors of a folder with those of the source: their names, and those left alone; raises Mismatch.
+
+    `allow_missing`: those that training did not touch may be missing.
+    """
     if origin is None or not origin.tensors:
         return None
     found = stored_tensors(folder)
-    if lost := sorted(origin.tensors.keys() - found.keys()):
-        raise Mismatch(f"{folder}: the export lacks {counted(lost, 'tensor')} of the source")
+    lost = origin.tensors.keys() - found.keys()
+    if wrong := sorted(lost - origin.untouched.keys() if allow_missing else lost):
+        raise Mismatch(f"{folder}: the export lacks {counted(wrong, 'tensor')} of the source")
     for name, digest in origin.untouched.items():
+        if name in lost:
+            continue
         if sample_digest(read_stored(name, found[name])) != digest:
             raise Mismatch(f"{folder}: {name}, which training did not touch, is not as the source has it")
-    return f"all {len(origin.tensors)} tensors of the source are there"
+    count = len(origin.tensors)
+    return f"{count - len(lost)} of the source's {count} tensors are there"
+
+
+# What a run may change about a model's config: its type, its head, and ids that the source does not have.
+CHANGES = {"dtype", "torch_dtype", "architectures", "quantization_config", "pad_token_id", "decoder_start_token_id",
+           "id2label", "label2id"}  # fmt: skip
+
+
+def check_config(folder: Path, wanted: dict[str, Any], free: Container[str] = CHANGES) -> None:
+    """Raises Mismatch where a folder's config is not `wanted`: nothing that was set for training alone is handed on."""
+    got = json.loads((folder / "config.json").read_text())
+    for key in {**wanted, **got}:
+        one, other = wanted.get(key), got.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):  # parts of a model have types of their own
+            one, other = ({k: v for k, v in part.items() if k not in free} for part in (one, other))
+        if key not in free and one != other:
+            raise Mismatch(f"{folder}: its config says {key}: {other!r}, but the model came with {one!r}")
 
 
 def compare_tokens(tokenizer: Any, file: Path, words: Any) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.adapters.export import base_of, holds_adapter
+from shardwise.adapters.export import base_of, holds_adapter, read_run
 from shardwise.adapters.peft import WEIGHTS, is_adapter
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, RUN, read_trainer
@@ -22,7 +22,9 @@ from shardwise.config.schema import Model
 from shardwise.errors import UserError
 from shardwise.export.card import make_card, write_card
 from shardwise.export.check import (
+    CHANGES,
     Mismatch,
+    check_config,
     check_export,
     check_peft,
     check_tensors,
@@ -37,8 +39,8 @@ from shardwise.export.gguf_file import KINDS, Plan, plan_gguf, write_gguf
 from shardwise.export.readers import judge
 from shardwise.export.vocabulary import vocabulary_of
 from shardwise.models.inference import from_checkpoint, with_adapter
-from shardwise.models.origin import counted, read_origin
-from shardwise.models.source import find_model, load_config
+from shardwise.models.origin import Origin, counted, read_origin
+from shardwise.models.source import config_from, find_model, load_config
 from shardwise.models.tasks import task_of
 
 Say = Callable[[str], None]
@@ -86,7 +88,7 @@ def export_folder(
         notes.append(line)
 
     def finish(folder: Path) -> None:
-        checked = _check_folder(checkpoint, folder, target, check, most, trust)
+        checked = _check_folder(checkpoint, folder, target, check, most, trust, allow_missing)
         facts = _facts_of(checkpoint)
         adapter = is_adapter(folder)
         described = checkpoint / MODEL if adapter else folder  # an adapter's folder has no config of the model
@@ -231,7 +233,7 @@ def _adapter_kind(folder: Path) -> str:
 
 
 def _check_folder(
-    checkpoint: Path, folder: Path, target: Path, check: Check, most: int | None, trust: bool
+    checkpoint: Path, folder: Path, target: Path, check: Check, most: int | None, trust: bool, allow_missing: bool
 ) -> str | None:
     from transformers import AutoTokenizer
 
@@ -245,7 +247,9 @@ def _check_folder(
     size = sum(file.stat().st_size for file in weights.glob("*.safetensors")) if weights else 0
     parameters = size // (4 if kind == "fp32" and not adapter else 2)  # files of a base are in half precision, mostly
     try:
-        kept = check_tensors(folder, origin)
+        kept = check_tensors(folder, origin, allow_missing)
+        if not adapter:
+            _check_config(checkpoint, folder, origin)
         if check == "auto" and (reason := too_large(parameters, 2.2) or _too_slow(parameters, most)):
             return f"{reason}; {kept}" if kept else reason
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
@@ -255,12 +259,22 @@ def _check_folder(
             line = check_export(lambda: from_checkpoint(checkpoint), lambda: with_adapter(folder, "cpu")[0], ids, kind,
                                 target)  # fmt: skip
             return f"{line}; {check_peft(lambda: from_checkpoint(checkpoint), folder, ids, kind, target)}"
-        extra = origin.untouched if origin is not None else ()
+        extra = origin.untouched if origin is not None else None if read_run(checkpoint).model.name else ()
         line = check_export(lambda: from_checkpoint(checkpoint, trust=trust),
                             lambda: load_folder(folder, trust=trust, extra=extra), ids, kind, target)  # fmt: skip
         return f"{line}; {kept}" if kept else line
     except Mismatch as error:
         raise _set_aside(error, folder, target) from None
+
+
+def _check_config(checkpoint: Path, folder: Path, origin: Origin | None) -> None:
+    """The config as the source has it, or as the run gave it; of a GGUF file none is known."""
+    given = read_run(checkpoint).model.config
+    if origin is not None and origin.config:
+        check_config(folder, origin.config)
+    elif given is not None:
+        ids = {"vocab_size", "bos_token_id", "eos_token_id", "transformers_version", "_name_or_path"}
+        check_config(folder, json.loads(config_from(dict(given)).to_json_string(use_diff=False)), CHANGES | ids)
 
 
 def _too_slow(parameters: int, most: int | None) -> str | None:

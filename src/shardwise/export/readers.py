@@ -6,8 +6,6 @@ file's type explains, the parameters and the logits of the trained model.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,8 +16,9 @@ from typing import Any
 import torch
 
 from shardwise.export.check import BOUNDS, compare, compare_logits
-from shardwise.export.llama_rules import GgufFile, layer_of, meaning, open_gguf, refusal
-from shardwise.models.source import first_line, quiet
+from shardwise.models.gguf import alike, load_gguf, unread_tensors
+from shardwise.models.gguf_rules import GgufFile, layer_of, meaning, open_gguf, refusal
+from shardwise.models.source import first_line
 from shardwise.models.tasks import auto_class, task_of
 
 # Keys of configs that change no logits, or that no file has.
@@ -62,17 +61,17 @@ def _by_rules(
     reader = "llama.cpp (by its rules)"
     if (why := refusal(facts) or problem) is not None:
         return Verdict(reader, False, why), False
-    model, same = _load(file, reference, meaning(facts))
+    model, differing = load_gguf(file, auto_class(task_of(reference.config)), meaning(facts))
     outcome = compare(reference, model, ids, kind)
     if outcome.problem is not None:
-        return Verdict(reader, False, outcome.problem, wrong=True), same
-    return Verdict(reader, True, f"it reads all {len(facts.shapes)} tensors; {outcome.figures}"), same
+        return Verdict(reader, False, outcome.problem, wrong=True), not differing
+    return Verdict(reader, True, f"it reads all {len(facts.shapes)} tensors; {outcome.figures}"), not differing
 
 
 def _by_transformers(reference: Any, file: Path, facts: GgufFile, ids: Sequence[torch.Tensor], kind: str) -> Verdict:
     reader = "transformers"
     try:
-        model, _ = _load(file, reference, {})
+        model, _ = load_gguf(file, auto_class(task_of(reference.config)))
         outcome = compare(reference, model, ids, kind)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         return Verdict(reader, False, f"it cannot compute with it ({first_line(error)})")
@@ -84,13 +83,7 @@ def _by_transformers(reference: Any, file: Path, facts: GgufFile, ids: Sequence[
 
 
 def _unread(model: Any, facts: GgufFile) -> list[str]:
-    """Tensors of the file that transformers has no place for."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-
-    processor = TENSOR_PROCESSORS.get(facts.arch, TensorProcessor)(config=model.config.to_dict())
-    known = get_gguf_hf_weights_map(model, processor)
-    stacked = {name.removesuffix(".weight") for name in known}
-    lost = [n for n in facts.shapes if n not in known and n.removesuffix(".weight") not in stacked]
+    lost = unread_tensors(model, facts)
     kinds = list(dict.fromkeys(layer_of(name) for name in lost))
     some = f"{', '.join(kinds[:3])}{', …' * (len(kinds) > 3)}"
     return [f"it ignores {len(lost)} tensor{'s' * (len(lost) > 1)} ({some})"] if lost else []
@@ -99,40 +92,15 @@ def _unread(model: Any, facts: GgufFile) -> list[str]:
 def _misread(got: Any, wanted: Any) -> list[str]:
     """Settings that transformers finds otherwise than the model has them."""
     ours, theirs = wanted.to_dict(), got.to_dict()
-    keys = [k for k in ours if k in theirs and not _same(ours[k], theirs[k]) and not k.startswith(NO_MATTER)]
+    keys = [k for k in ours if k in theirs and not alike(ours[k], theirs[k]) and not k.startswith(NO_MATTER)]
     return [_difference(key, theirs[key], ours[key]) for key in keys[:2]]
 
 
 def _difference(key: str, got: Any, wanted: Any) -> str:
     while isinstance(got, dict) and isinstance(wanted, dict):
-        first = next(one for one in wanted if not _same(got.get(one), wanted[one]))
+        first = next(one for one in wanted if not alike(got.get(one), wanted[one]))
         key, got, wanted = f"{key}.{first}", got.get(first), wanted[first]
     return f"it reads {key} as {str(got)[:40]} instead of {str(wanted)[:40]}"
-
-
-def _load(file: Path, reference: Any, settings: dict[str, Any]) -> tuple[Any, bool]:
-    """What transformers makes of a file, with these settings; and whether it found the same ones by itself."""
-    from transformers import AutoConfig
-
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
-    made = auto_class(task_of(reference.config))
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        if not settings:
-            return made.from_pretrained(**where, dtype=torch.float32).eval(), True
-        config = AutoConfig.from_pretrained(**where)
-        differing = {k: v for k, v in settings.items() if not _same(getattr(config, k, v), v)}
-        for key, value in differing.items():
-            setattr(config, key, value)
-        model = made.from_pretrained(**where, config=config, dtype=torch.float32)
-    return model.eval(), not differing
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(_same(one.get(key), other.get(key)) for key in {*one, *other})
-    if isinstance(one, float) and isinstance(other, (int, float)):
-        return abs(one - other) <= 1e-6 * abs(one)
-    return bool(one == other)
 
 
 def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str) -> Verdict | None:
@@ -149,9 +117,9 @@ def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind:
     except ValueError as error:
         return Verdict(reader, False, f"it does not load it ({first_line(error)})")
     outcome = compare_logits(reference, _asked(model), ids, kind)
-    if not outcome.relative <= max(BOUNDS[kind].logits, OWN_ROUNDING):
-        return Verdict(reader, False, f"its logits differ by {outcome.relative:.2%} of their spread")
-    return Verdict(reader, True, outcome.figures)
+    bound = max(BOUNDS[kind].logits, OWN_ROUNDING)
+    figures = f"its logits differ by {outcome.relative:.2%} of their spread (bound {bound:.0%})"
+    return Verdict(reader, outcome.relative <= bound, f"{figures}; same first choice {outcome.same_top:.1%}")
 
 
 def _asked(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

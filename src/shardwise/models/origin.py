@@ -44,6 +44,7 @@ class Origin:
     dropped: tuple[str, ...] = ()  # tensors that no export of this model can have
     reason: str = ""  # why not
     not_copied: tuple[str, ...] = ()  # files
+    config: dict[str, Any] = field(default_factory=dict)  # as the folder has it
 
     def notes(self) -> list[str]:
         """What does not come along, in words."""
@@ -77,29 +78,38 @@ def same_class(source: ModelSource, raw: dict[str, Any]) -> bool:
     return not known or bool(known & class_names(source.task)) or CLASSES[source.task][0] in (raw.get("auto_map") or {})
 
 
-def write_origin(folder: Path, source: ModelSource, own_tokenizer: bool) -> None:
-    """Into a checkpoint's model folder: the record, and the small files that are not there yet."""
+def origin_of(source: ModelSource) -> Origin | None:
+    """What is to be known of a source's folder; None where the model came from none."""
     raw = raw_config(source)
     if source.origin is None or raw is None:
-        return
-    stored = stored_tensors(source.origin)
-    tensors, untouched, dropped, reason = stored, list(source.extra), [], ""
+        return None
+    stored, extra, folder = stored_tensors(source.origin), set(source.extra), source.origin.absolute()
     if raw.get("quantization_config") is not None:
         # Scales and the like belong to a module of the model; what belongs to none was quantised with the rest.
-        modules = {_module(name) for name in stored.keys() - set(source.extra)}
-        tensors, dropped, untouched = {}, [name for name in untouched if _module(name) not in modules], []
-        reason = "which are quantised, as the trained model is not"
-    elif not same_class(source, raw):
-        tensors = {name: one for name, one in stored.items() if name not in source.extra}
-        dropped, untouched = untouched, []
+        modules = {_module(name) for name in stored.keys() - extra}
+        dropped = tuple(name for name in source.extra if _module(name) not in modules)
+        return Origin(folder, dropped=dropped, reason="which are quantised, as the trained model is not", config=raw)
+    if not same_class(source, raw):
+        types = {name: one.dtype for name, one in stored.items() if name not in extra}
         reason = f"which belong to {', '.join(raw['architectures'])} and not to the class that was trained"
+        return Origin(folder, types, dropped=source.extra, reason=reason, config=raw)
+    untouched = {name: sample_digest(read_stored(name, stored[name])) for name in source.extra}
+    return Origin(folder, {name: one.dtype for name, one in stored.items()}, untouched, config=raw)
+
+
+def write_origin(folder: Path, source: ModelSource, own_tokenizer: bool) -> None:
+    """Into a checkpoint's model folder: the record, and the small files that are not there yet."""
+    found = origin_of(source)
+    if found is None or source.origin is None:
+        return
     record = {
-        "folder": str(source.origin.absolute()),
-        "tensors": {name: str(one.dtype).removeprefix("torch.") for name, one in tensors.items()},
-        "untouched": {name: sample_digest(read_stored(name, stored[name])) for name in untouched},
-        "dropped": dropped,
-        "reason": reason,
+        "folder": str(found.folder),
+        "tensors": {name: str(kind).removeprefix("torch.") for name, kind in found.tensors.items()},
+        "untouched": found.untouched,
+        "dropped": found.dropped,
+        "reason": found.reason,
         "not_copied": _copy_files(source.origin, folder, own_tokenizer),
+        "config": found.config,
     }
     (folder / RECORD).write_text(json.dumps(record))
 
@@ -134,7 +144,7 @@ def read_origin(folder: Path) -> Origin | None:
     record = json.loads((folder / RECORD).read_text())
     types = {name: getattr(torch, kind) for name, kind in record["tensors"].items()}
     return Origin(Path(record["folder"]), types, record["untouched"], tuple(record["dropped"]), record["reason"],
-                  tuple(record["not_copied"]))  # fmt: skip
+                  tuple(record["not_copied"]), record["config"])  # fmt: skip
 
 
 def find_untouched(origin: Origin, run: Run) -> dict[str, Stored]:
@@ -151,6 +161,6 @@ def find_untouched(origin: Origin, run: Run) -> dict[str, Stored]:
         except (UserError, OSError, KeyError):
             continue
     what = counted(list(origin.untouched), "tensor")
-    problem = f"{what} of the source that training did not touch cannot be copied: {origin.folder} is gone or changed"
+    problem = f"is gone or changed, and {what} that training did not touch have to be copied from it"
     raise UserError("source", str(origin.folder), problem,
                     "bring the folder back, or export without them: --allow-missing-tensors")  # fmt: skip

@@ -28,7 +28,7 @@ from shardwise.models.heads import head_parameters
 from shardwise.models.tasks import auto_class, check_task, task_of
 
 EMBEDDED = "smollm2-135m-instruct"
-CONVERSION = 2  # raised when converted files change, so that older ones in the cache are not used
+CONVERSION = 3  # raised when converted files change, so that older ones in the cache are not used
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # Config keys that transformers takes and stores under another name.
 RENAMED = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation"}
@@ -78,14 +78,15 @@ def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: 
         folder = _folder_of(name, model, say)
         config = load_config(folder, name, model.trust_remote_code)
         tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
-        given = None if _is_gguf(name) else folder
+        given = None if is_gguf(name) else folder
         source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code, origin=given)
     source = replace(source, task=task or task_of(source.config))
     check_task(source.config, source.task, source.label)
     return source
 
 
-def _is_gguf(name: str) -> bool:
+def is_gguf(name: str) -> bool:
+    """Whether a model is one GGUF file, which has no Hugging Face folder."""
     return name.lower() == EMBEDDED or Path(name).suffix == ".gguf"
 
 
@@ -182,11 +183,17 @@ def load_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
 
 def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
     def make(folder: Path) -> None:
-        import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from shardwise.models.gguf import load_gguf, unread_tensors
+        from shardwise.models.gguf_rules import READS, meaning, open_gguf
+
         with _reading_gguf(file, field) as where:
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            facts = open_gguf(file)
+            model, _ = load_gguf(file, AutoModelForCausalLM, meaning(facts) if facts.arch in READS else None)
+            # Factors of rotary embeddings have become settings.
+            if lost := [name for name in unread_tensors(model, facts) if not name.startswith("rope_")]:
+                raise ValueError(f"it has no place for {len(lost)} tensors of the file, {lost[0]} among them")
             tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), model.config)
         write_plain(model, folder)
         tokenizer.save_pretrained(folder)

@@ -187,9 +187,11 @@ def rope_meaning(file: GgufFile) -> dict[str, Any]:
     base |= {"partial_rotary_factor": share} if share not in (0, 1) else {}
     kind, factor = file.get("rope.scaling.type", "none"), float(file.get("rope.scaling.factor", 0) or 1)
     first = int(file.get("rope.scaling.original_context_length", file.get("context_length")))
-    if "rope_freqs.weight" in file.vectors:  # divisors of the frequencies, which transformers has under this name
-        same = file.vectors["rope_freqs.weight"].tolist()
-        return base | _factors(same, same, first, 1.0)
+    if "rope_freqs.weight" in file.vectors:
+        divisors = file.vectors["rope_freqs.weight"].reshape(-1)
+        return base | (
+            _llama3(divisors, base["rope_theta"]) or _factors(divisors.tolist(), divisors.tolist(), first, 1.0)
+        )
     if kind == "longrope" and "rope_factors_long.weight" in file.vectors:
         short, long = (file.vectors[f"rope_factors_{one}.weight"].tolist() for one in ("short", "long"))
         return base | _factors(short, long, first, float(file.get("rope.scaling.attn_factor", 1.0)))
@@ -198,6 +200,17 @@ def rope_meaning(file: GgufFile) -> dict[str, Any]:
         return base | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": first,
                        "attention_factor": (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)}  # fmt: skip
     return base | ({"rope_type": "linear", "factor": factor} if factor != 1 else {"rope_type": "default"})
+
+
+def _llama3(divisors: np.ndarray, theta: float) -> dict[str, Any] | None:
+    """Llama 3's scaling, where these divisors of the frequencies are what all models of that family have."""
+    factor, low, high, first = float(divisors.max()), 1.0, 4.0, 8192
+    turns = first * theta ** -(np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    if not np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-4):
+        return None
+    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_position_embeddings": first}  # fmt: skip
 
 
 def _factors(short: list[float], long: list[float], first: int, scale: float) -> dict[str, Any]:
