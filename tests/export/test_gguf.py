@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from transformers import AutoConfig
 
 from shardwise.config.schema import Model
 from shardwise.errors import UserError
-from shardwise.export import gguf_file
+from shardwise.export import gguf_file, readers
 from shardwise.export.check import BOUNDS, Comparison, Mismatch, compare, load_folder
 from shardwise.export.command import export_gguf
 from shardwise.export.families import FAMILIES, WINDOWLESS, Family, family_of
@@ -68,7 +69,34 @@ def test_who_reads_a_family(models: Path, name: str) -> None:
     assert plain.reads == (name not in ONLY_LLAMA_CPP | NOBODY), plain.line
 
 
-def test_the_reasons(models: Path) -> None:
+class FakeLlama:
+    """What llama-cpp-python's class does for us, with logits from elsewhere."""
+
+    def __init__(self, model: Any, off: float) -> None:
+        self.model, self.off, self.scores = model, off, None
+
+    def reset(self) -> None:
+        self.scores = None
+
+    def eval(self, ids: list[int]) -> None:
+        with torch.no_grad():
+            self.scores = (self.model(input_ids=torch.tensor([ids])).logits[0] * self.off).numpy()
+
+
+@pytest.mark.parametrize("off, reads", [(1.0, True), (1.02, True), (0.5, False)])
+def test_llama_cpp_itself_is_asked_where_it_is_there(
+    models: Path, monkeypatch: pytest.MonkeyPatch, off: float, reads: bool
+) -> None:
+    reference, file = written(models, "llama-biased", "f32")
+    package = SimpleNamespace(__version__="1.2.3", Llama=lambda *_, **__: FakeLlama(reference, off))
+    monkeypatch.setattr(readers, "find_spec", lambda _: True)
+    monkeypatch.setattr(readers, "import_module", lambda _: package)
+    itself = judge(reference, file, IDS, "f32", None)[0]
+    assert itself.reader == "llama.cpp (llama-cpp-python 1.2.3)" and itself.reads is reads, itself.line
+
+
+def test_the_reasons(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "find_spec", lambda _: None)
     reference, file = written(models, "llama-biased", "f32")
     llama, plain = judge(reference, file, IDS, "f32", None)
     assert "it reads all 51 tensors" in llama.why

@@ -123,9 +123,9 @@ def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind:
 
 
 def _asked(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def logits(ids: torch.Tensor) -> torch.Tensor:
+    def row(ids: list[int]) -> torch.Tensor:
         model.reset()
-        model.eval(ids[0].tolist())
-        return torch.tensor(model.scores[: ids.shape[-1]])[None]
+        model.eval(ids)
+        return torch.tensor(model.scores[: len(ids)])
 
-    return logits
+    return lambda ids: torch.stack([row(one) for one in ids.tolist()])
