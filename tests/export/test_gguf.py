@@ -215,6 +215,50 @@ def test_a_wrong_setting_is_caught(models: Path, tmp_path: Path, monkeypatch: py
             export_gguf(str(family_folder(models, "llama")), tmp_path / "model.gguf", "q8_0", overwrite=True)
 
 
+def test_a_file_that_nobody_reads_is_written_only_when_asked_for(models: Path, tmp_path: Path) -> None:
+    """One that llama.cpp refuses and transformers misreads, and a setting that both have built in otherwise."""
+    folder, target = str(family_folder(models, "phi3-head-dim")), tmp_path / "model.gguf"
+    with pytest.raises(Mismatch, match=r"no reader reads it(.|\n)*llama.cpp .*: no, it takes blk.0.attn_qkv.weight"):
+        export_gguf(folder, target, "q8_0")
+    assert not target.exists()
+    done = export_gguf(folder, target, "q8_0", unreadable=True)
+    assert target.exists() and str(done.checked).count(": no, ") == 2 and "llama.cpp" in done.card
+    other = Path(shutil.copytree(family_folder(models, "llama"), tmp_path / "gelu"))
+    config = json.loads((other / "config.json").read_text()) | {"hidden_act": "gelu"}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="--allow-unreadable"):
+        export_gguf(str(other), tmp_path / "gelu.gguf", "q8_0")
+    done = export_gguf(str(other), tmp_path / "gelu.gguf", "q8_0", unreadable=True)
+    assert "llama.cpp (by its rules): no, its hidden_act is 'gelu'" in str(done.checked)
+
+
+def test_one_that_only_llama_cpp_reads_is_written_and_said(models: Path, tmp_path: Path) -> None:
+    done = export_gguf(str(family_folder(models, "llama-biased")), tmp_path / "model.gguf", "q8_0")
+    lines = str(done.checked).splitlines()
+    assert lines[1].startswith("llama.cpp") and ": yes, " in lines[1]
+    assert lines[2].startswith("transformers (gguf_file=): no, it ignores 21 tensors")
+    assert "it ignores 21 tensors" in done.card
+
+
+def test_tensors_that_files_have_no_place_for_are_named(models: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(family_folder(models, "llama"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors") | {"mtp.proj.weight": torch.ones(3, 3)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done = export_gguf(str(folder), tmp_path / "model.gguf", "f16")
+    assert any("without 1 tensor (mtp.proj.weight) of the source" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "llama-linear", "llama3-rope", "qwen3", "phi3-partial"])
+def test_a_file_as_a_model_is_read_as_it_is_meant(models: Path, name: str) -> None:
+    """Trained from a file, what transformers does not read of it by itself is there too."""
+    reference, file = written(models, name, "f32")
+    source = find_model(Model(name=str(file)))
+    assert source.weights is not None and source.origin is None
+    assert compare(reference, load_folder(source.weights), IDS, "f16").problem is None
+
+
 def test_the_files_own_facts(models: Path, tmp_path: Path) -> None:
     import gguf
 

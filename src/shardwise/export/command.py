@@ -125,7 +125,7 @@ def export_gguf(
         plan = plan_gguf(source, kind, unreadable=unreadable)
         assert plan.source.weights is not None
         folder, extra = plan.source.weights, plan.source.extra
-        load = partial(load_folder, folder)
+        load = partial(load_folder, folder, extra=None)
         return _write_file(plan, target, Facts(base_name=path.name), load, (), check, unreadable, extra, say)
     checkpoint = find_checkpoint(path)
     _check_early(checkpoint, unreadable)

@@ -129,7 +129,18 @@ def _embedded_file() -> Path:
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["README.md", "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+    patterns = [
+        "*.md",
+        "*.json",
+        "*.safetensors",
+        "*.jinja",
+        "*.model",
+        "*.tiktoken",
+        "*.txt",
+        "*.py",
+        "LICENSE*",
+        "NOTICE*",
+    ]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
