@@ -24,6 +24,7 @@ from shardwise.models.tasks import auto_class, task_of
 # Keys of configs that change no logits, or that no file has.
 NO_MATTER = ("_", "transformers_version", "dtype", "architectures", "use_cache", "bos_", "eos_", "pad_", "unk_", "id2",
              "label2", "tie_word", "max_position", "vocab_size", "n_ctx", "model_type", "task_specific")  # fmt: skip
+UNUSABLE = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError)
 OWN_ROUNDING = 0.05  # llama.cpp rounds activations and its cache, and has tables for some functions
 
 
@@ -61,8 +62,11 @@ def _by_rules(
     reader = "llama.cpp (by its rules)"
     if (why := refusal(facts) or problem) is not None:
         return Verdict(reader, False, why), False
-    model, differing = load_gguf(file, auto_class(task_of(reference.config)), meaning(facts))
-    outcome = compare(reference, model, ids, kind)
+    try:
+        model, differing = load_gguf(file, auto_class(task_of(reference.config)), meaning(facts))
+        outcome = compare(reference, model, ids, kind)
+    except UNUSABLE as error:
+        return Verdict(reader, False, f"with its settings nothing can be computed ({first_line(error)})", True), False
     if outcome.problem is not None:
         return Verdict(reader, False, outcome.problem, wrong=True), not differing
     return Verdict(reader, True, f"it reads all {len(facts.shapes)} tensors; {outcome.figures}"), not differing
@@ -73,7 +77,7 @@ def _by_transformers(reference: Any, file: Path, facts: GgufFile, ids: Sequence[
     try:
         model, _ = load_gguf(file, auto_class(task_of(reference.config)))
         outcome = compare(reference, model, ids, kind)
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+    except UNUSABLE as error:
         return Verdict(reader, False, f"it cannot compute with it ({first_line(error)})")
     if outcome.problem is None:
         return Verdict(reader, True, outcome.figures)

@@ -142,9 +142,16 @@ def read_origin(folder: Path) -> Origin | None:
     if not (folder / RECORD).is_file():
         return None
     record = json.loads((folder / RECORD).read_text())
-    types = {name: getattr(torch, kind) for name, kind in record["tensors"].items()}
+    types = {name: _dtype(str(kind)) for name, kind in record["tensors"].items()}
     return Origin(Path(record["folder"]), types, record["untouched"], tuple(record["dropped"]), record["reason"],
                   tuple(record["not_copied"]), record["config"])  # fmt: skip
+
+
+def _dtype(name: str) -> torch.dtype:
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype):
+        raise UserError("checkpoint", name, f"is no type of tensors ({RECORD})", "use a checkpoint of Shardwise")
+    return kind
 
 
 def find_untouched(origin: Origin, run: Run) -> dict[str, Stored]:

@@ -29,7 +29,7 @@ class Stored:
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Which safetensors file holds which tensor, of the files that transformers would read."""
     index = folder / INDEX
-    if index.is_file() and not (folder / SINGLE).is_file():
+    if index.is_file():
         try:
             named = {k: str(f) for k, f in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
