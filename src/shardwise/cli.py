@@ -395,6 +395,16 @@ def export(
     check: Annotated[
         bool | None, typer.Option(help="Compare with the trained model; default: where it fits in memory.")
     ] = None,
+    allow_missing_tensors: Annotated[
+        bool,
+        typer.Option("--allow-missing-tensors", help="Export without the source's untouched tensors if it is gone."),
+    ] = False,
+    allow_unreadable: Annotated[
+        bool, typer.Option("--allow-unreadable", help="With --gguf: write files that no reader reads as the model.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that a model brings, to export and check it.")
+    ] = False,
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make the hub's repository private.")] = False,
 ) -> None:
@@ -426,8 +436,15 @@ def export(
     if gguf is not None:
         if dtype != "auto":
             raise UserError("--dtype", dtype, "is for Hugging Face folders", f"leave it out: --gguf {gguf} is the type")
-        done = export_gguf(checkpoint, target, gguf, overwrite, _say, changed_tokenizer, wanted)
+        if allow_missing_tensors:
+            problem = "is for Hugging Face folders: a GGUF file never has such tensors"
+            raise UserError("--allow-missing-tensors", True, problem, "leave it out")
+        done = export_gguf(
+            checkpoint, target, gguf, overwrite, _say, changed_tokenizer, wanted, allow_unreadable, trust_remote_code
+        )
     else:
+        if allow_unreadable:
+            raise UserError("--allow-unreadable", True, "is for GGUF files", "add --gguf with a type, or leave it out")
         found = find_checkpoint(Path(checkpoint).expanduser())
         _say(f"exporting {found}")
         done = export_folder(
@@ -440,8 +457,11 @@ def export(
             changed_tokenizer=changed_tokenizer,
             check=wanted,
             merged=merged,
+            allow_missing=allow_missing_tensors,
+            trust=trust_remote_code,
         )
-    _say(done.checked or "not checked")
+    for line in (done.checked or "not checked").splitlines():
+        _say(line)
     print(f"the model lies in {target}")
     if push is not None:
         print(f"pushed to {push_to_hub(hub, done.path, push, private, done.card)}")

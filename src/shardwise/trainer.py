@@ -39,6 +39,7 @@ class Result:
     check: str | None = None  # what comparing the exported folder with the trained model said
     exported: str | None = None  # the checkpoint that the model is of
     foresight: str | None = None  # what was measured beside what was predicted
+    notes: tuple[str, ...] = ()  # what else the export reported
 
 
 class Trainer:
@@ -143,6 +144,7 @@ class Trainer:
             summary.get("check"),
             summary.get("exported"),
             summary.get("foresight"),
+            tuple(summary.get("notes") or ()),
         )
 
 

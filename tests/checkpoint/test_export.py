@@ -199,14 +199,16 @@ def test_a_failure_half_way_leaves_nothing(
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A model of 192 MiB in files of 8 MiB: the process grows by a few tensors, not by the model."""
-    total = run_ranks(scenarios.save_plain, 1, str(tmp_path / "checkpoints"), 96, 512 << 10)[0]
+    """Stacks of experts taken apart and tensors copied, in files of 8 MiB: the process grows by a few tensors."""
+    places = str(tmp_path / "checkpoints"), str(tmp_path / "source")
+    trained, copied = run_ranks(scenarios.save_plain, 1, *places, 24)[0]
     checkpoint, target = tmp_path / "checkpoints/step-00000001", tmp_path / "model"
     grown = run_ranks(scenarios.export_and_watch, 1, str(checkpoint), str(target), 8 << 20)[0]
-    print(f"\nexporting {total >> 20} MiB took {grown >> 20} MiB at the peak")
-    assert sum(f.stat().st_size for f in target.glob("*.safetensors")) > total
-    assert len(list(target.glob("*.safetensors"))) == total // (8 << 20)
-    assert grown < 32 << 20
+    print(f"\nexporting {trained + copied >> 20} MiB took {grown >> 20} MiB at the peak")
+    files = list(target.glob("*.safetensors"))
+    assert sum(f.stat().st_size for f in files) > trained + copied > 200 << 20
+    assert all(f.stat().st_size < (8 << 20) + (1 << 16) for f in files)
+    assert grown < 40 << 20
 
 
 def test_a_damaged_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:

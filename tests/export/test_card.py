@@ -95,7 +95,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     records = [{"kind": "train", "step": i, "loss": 2.0 / i, "losses": {HOSTILE: 1.0}, "tokens": 5} for i in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     run = {"model": {"name": HOSTILE}, "data": {"train": [{"path": f"hf:{HOSTILE}"}]}, "note": HOSTILE}
-    card = make_card(gather(run, tmp_path, 2), HOSTILE, "causal", "bf16", checked=HOSTILE)
+    card = make_card(gather(run, tmp_path, 2), HOSTILE, "causal", "bf16", checked=[HOSTILE])
     assert set(front(card)) == {"library_name", "pipeline_tag", "tags"}
     body = card.split("---\n", 2)[2]
     assert "<script>" not in body and "\n# not" not in body and "/home" not in body and "/opt" not in body

@@ -103,7 +103,8 @@ def test_sequences_come_from_the_run_or_from_text(output: Path) -> None:
 def test_the_command(output: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.gguf"
     code, out, err = cli.command("export", output, target, "--gguf", "q8_0")
-    assert code == 0 and "logits differ by at most" in out and "the same tokens when read back" in out, err
+    assert code == 0 and "logits differ by at most" in out and "the same tokens when transformers reads" in out, err
+    assert "llama.cpp (by its rules): yes" in out and "transformers (gguf_file=): yes" in out
     code, out, err = cli.command("export", output, tmp_path / "folder", "--no-check")
     assert code == 0 and "not checked" in out and (tmp_path / "folder/README.md").is_file(), err
 

@@ -5,41 +5,107 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.gguf_models import MODELS, SIZES, family_folder
+from support.gguf_models import (
+    MODELS,
+    NOBODY,
+    ONLY_LLAMA_CPP,
+    ONLY_TRANSFORMERS,
+    SIZES,
+    VARIANTS,
+    family_folder,
+)
 from support.tiny import tokenizer_folder
 from transformers import AutoConfig
 
 from shardwise.config.schema import Model
 from shardwise.errors import UserError
-from shardwise.export import gguf_file
-from shardwise.export.check import BOUNDS, Comparison, Mismatch, compare, load_folder, load_gguf
+from shardwise.export import gguf_file, readers
+from shardwise.export.check import BOUNDS, Comparison, Mismatch, compare, load_folder
 from shardwise.export.command import export_gguf
-from shardwise.export.families import FAMILIES, Family, family_of
+from shardwise.export.families import FAMILIES, WINDOWLESS, Family, family_of
 from shardwise.export.gguf_file import KINDS, plan_gguf, write_gguf
+from shardwise.export.readers import judge
+from shardwise.models.gguf import load_gguf
+from shardwise.models.gguf_rules import READS, meaning, open_gguf
 from shardwise.models.source import find_model
+from shardwise.models.tasks import auto_class, task_of
 
 IDS = [torch.arange(2 * 48).view(2, 48) * 37 % 515]
 
 
-def round_trip(models: Path, name: str, kind: str) -> Comparison:
+def written(models: Path, name: str, kind: str) -> tuple[Any, Path]:
+    """The model, and the file that is written of it."""
     folder = family_folder(models, name)
     source, file = find_model(Model(name=str(folder))), models / f"{name}.{kind}.gguf"
     write_gguf(plan_gguf(source, kind), file, name)
-    return compare(load_folder(folder), load_gguf(file, source.config), IDS, kind)
+    return load_folder(folder), file
+
+
+def round_trip(models: Path, name: str, kind: str) -> Comparison:
+    """The file as llama.cpp understands it, beside the model."""
+    reference, file = written(models, name, kind)
+    made = auto_class(task_of(reference.config))
+    return compare(reference, load_gguf(file, made, meaning(open_gguf(file)))[0], IDS, kind)
 
 
 def test_every_row_of_the_table_is_executed() -> None:
     assert {config["model_type"] for config in MODELS.values()} == set(FAMILIES)
+    assert {family.arch for family in FAMILIES.values()} == set(READS)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_family_in_fp32_is_the_same_model(models: Path, name: str) -> None:
-    outcome = round_trip(models, name, "f32")
-    assert outcome.problem is None and outcome.largest <= 1e-5 and outcome.same_top == 1, outcome.line
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
+def test_who_reads_a_family(models: Path, name: str) -> None:
+    """In fp32, so that nothing but reading differs; transformers is given nothing but the file."""
+    reference, file = written(models, name, "f32")
+    window = getattr(reference.config, "sliding_window", None) or 48
+    ids = [one[:, :window] for one in IDS] if reference.config.model_type in WINDOWLESS else IDS
+    llama, plain = judge(reference, file, ids, "f32", None)
+    assert llama.reads == (name not in ONLY_TRANSFORMERS | NOBODY), llama.line
+    assert plain.reads == (name not in ONLY_LLAMA_CPP | NOBODY), plain.line
+
+
+class FakeLlama:
+    """What llama-cpp-python's class does for us, with logits from elsewhere."""
+
+    def __init__(self, model: Any, off: float) -> None:
+        self.model, self.off, self.scores = model, off, None
+
+    def reset(self) -> None:
+        self.scores = None
+
+    def eval(self, ids: list[int]) -> None:
+        with torch.no_grad():
+            self.scores = (self.model(input_ids=torch.tensor([ids])).logits[0] * self.off).numpy()
+
+
+@pytest.mark.parametrize("off, reads", [(1.0, True), (1.02, True), (0.5, False)])
+def test_llama_cpp_itself_is_asked_where_it_is_there(
+    models: Path, monkeypatch: pytest.MonkeyPatch, off: float, reads: bool
+) -> None:
+    reference, file = written(models, "llama-biased", "f32")
+    package = SimpleNamespace(__version__="1.2.3", Llama=lambda *_, **__: FakeLlama(reference, off))
+    monkeypatch.setattr(readers, "find_spec", lambda _: True)
+    monkeypatch.setattr(readers, "import_module", lambda _: package)
+    itself = judge(reference, file, IDS, "f32", None)[0]
+    assert itself.reader == "llama.cpp (llama-cpp-python 1.2.3)" and itself.reads is reads, itself.line
+
+
+def test_the_reasons(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "find_spec", lambda _: None)
+    reference, file = written(models, "llama-biased", "f32")
+    llama, plain = judge(reference, file, IDS, "f32", None)
+    assert "it reads all 51 tensors" in llama.why
+    assert "it ignores 21 tensors (blk.N.attn_q.bias" in plain.why and "attention_bias as False" in plain.why
+    reference, file = written(models, "llama3-rope", "f32")
+    assert "ignores 1 tensor (rope_freqs.weight)" in judge(reference, file, IDS, "f32", None)[1].why
+    reference, file = written(models, "phi3-head-dim", "f32")
+    why = [verdict.why for verdict in judge(reference, file, IDS, "f32", None)]
+    assert "it takes blk.0.attn_qkv.weight to be [192, 64]" in why[0] and "cannot compute with it" in why[1]
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
@@ -138,12 +204,59 @@ def test_a_wrong_tensor_is_caught(models: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_wrong_setting_is_caught(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors are right; only the logits can tell."""
+    """All tensors are right; the logits tell, and of rotary scalings, which few tokens hardly show, the frequencies."""
     row = FAMILIES["llama"]
-    lost = Family(row.arch, lambda config: row.settings(config) | {"rope.freq_base": 777.0}, row.layouts, row.demands)
-    monkeypatch.setitem(FAMILIES, "llama", lost)
-    with pytest.raises(Mismatch, match="its logits differ"):
-        export_gguf(str(family_folder(models, "llama")), tmp_path / "model.gguf", "q8_0")
+    wrong = {"its logits differ": {"attention.layer_norm_rms_epsilon": 0.5},
+             "its rotary frequencies": {"rope.scaling.factor": 1.01, "rope.scaling.type": "linear"}}  # fmt: skip
+    for words, values in wrong.items():
+        lost = Family(row.arch, lambda config, v=values: row.settings(config) | v, row.layouts, row.demands)
+        monkeypatch.setitem(FAMILIES, "llama", lost)
+        with pytest.raises(Mismatch, match=words):
+            export_gguf(str(family_folder(models, "llama")), tmp_path / "model.gguf", "q8_0", overwrite=True)
+
+
+def test_a_file_that_nobody_reads_is_written_only_when_asked_for(models: Path, tmp_path: Path) -> None:
+    """One that llama.cpp refuses and transformers misreads, and a setting that both have built in otherwise."""
+    folder, target = str(family_folder(models, "phi3-head-dim")), tmp_path / "model.gguf"
+    with pytest.raises(Mismatch, match=r"no reader reads it(.|\n)*llama.cpp .*: no, it takes blk.0.attn_qkv.weight"):
+        export_gguf(folder, target, "q8_0")
+    assert not target.exists()
+    done = export_gguf(folder, target, "q8_0", unreadable=True)
+    assert target.exists() and str(done.checked).count(": no, ") == 2 and "llama.cpp" in done.card
+    other = Path(shutil.copytree(family_folder(models, "llama"), tmp_path / "gelu"))
+    config = json.loads((other / "config.json").read_text()) | {"hidden_act": "gelu"}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="--allow-unreadable"):
+        export_gguf(str(other), tmp_path / "gelu.gguf", "q8_0")
+    done = export_gguf(str(other), tmp_path / "gelu.gguf", "q8_0", unreadable=True)
+    assert "llama.cpp (by its rules): no, its hidden_act is 'gelu'" in str(done.checked)
+
+
+def test_one_that_only_llama_cpp_reads_is_written_and_said(models: Path, tmp_path: Path) -> None:
+    done = export_gguf(str(family_folder(models, "llama-biased")), tmp_path / "model.gguf", "q8_0")
+    lines = str(done.checked).splitlines()
+    assert lines[1].startswith("llama.cpp") and ": yes, " in lines[1]
+    assert lines[2].startswith("transformers (gguf_file=): no, it ignores 21 tensors")
+    assert "it ignores 21 tensors" in done.card
+
+
+def test_tensors_that_files_have_no_place_for_are_named(models: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(family_folder(models, "llama"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors") | {"mtp.proj.weight": torch.ones(3, 3)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done = export_gguf(str(folder), tmp_path / "model.gguf", "f16")
+    assert any("without 1 tensor (mtp.proj.weight) of the source" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "llama-linear", "llama3-rope", "qwen3", "phi3-partial"])
+def test_a_file_as_a_model_is_read_as_it_is_meant(models: Path, name: str) -> None:
+    """Trained from a file, what transformers does not read of it by itself is there too."""
+    reference, file = written(models, name, "f32")
+    source = find_model(Model(name=str(file)))
+    assert source.weights is not None and source.origin is None
+    assert compare(reference, load_folder(source.weights), IDS, "f16").problem is None
 
 
 def test_the_files_own_facts(models: Path, tmp_path: Path) -> None:

@@ -292,18 +292,44 @@ def evaluation(run: dict[str, Any]) -> tuple[float, float, int]:
     return evaluate(parts).loss, total / count, loader.epoch_sequences()
 
 
-def save_plain(root: str, count: int, size: int) -> int:
-    """A checkpoint of `count` tensors of `size` fp32 numbers, by the real store; the bytes of all of them."""
+def save_plain(root: str, source: str, layers: int) -> tuple[int, int]:
+    """A checkpoint of experts that files have one by one, and a source with tensors that are to be copied.
+
+    By the real store; returns the bytes of the trained tensors and of the others.
+    """
+    import json
     from pathlib import Path
 
     import torch.distributed as dist
+    from safetensors.torch import save_file
 
     from shardwise.checkpoint.store import CheckpointStore
+    from shardwise.models.build import build_on_meta
+    from shardwise.models.names import link
+    from shardwise.models.origin import RECORD
+    from shardwise.models.source import ModelSource, config_from
+    from shardwise.models.stored import sample_digest
+    from support.tiny import QWEN3_MOE
 
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": layers}
+    config = config_from(QWEN3_MOE | sizes)
+    model = build_on_meta(ModelSource("m", config, None, "none"))
+    tensors = {f"model.{n}": torch.randn(p.shape) for n, p in model.named_parameters()}
+    extra = {f"mtp.{n}.weight": torch.randn(512 << 10) for n in range(32)}
+    Path(source).mkdir()
+    save_file(extra, Path(source) / "model.safetensors", metadata={"format": "pt"})
+    names = [name for part in link(model, None).parts for name in part.writes]
+    record = {"folder": source, "tensors": dict.fromkeys([*names, *extra], "float32"), "dropped": [], "reason": "",
+              "untouched": {n: sample_digest(t) for n, t in extra.items()}, "not_copied": [], "config": {}}  # fmt: skip
+
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+        (folder / RECORD).write_text(json.dumps(record))
+
+    run = {"model": {"name": source}, "data": {"train": "none"}}
     store = CheckpointStore(Path(root), keep=1, background=False, group=dist.group.WORLD)
-    tensors = {f"model.layer.{i}": torch.full((size,), float(i)) for i in range(count)}
-    store.save(1, tensors, {}, "{}", lambda folder: (folder / "config.json").write_text("{}"), None)
-    return count * size * 4
+    store.save(1, tensors, {}, json.dumps(run), write, None)
+    return sum(t.nbytes for t in tensors.values()), sum(t.nbytes for t in extra.values())
 
 
 def export_and_watch(checkpoint: str, target: str, shard_size: int) -> int:

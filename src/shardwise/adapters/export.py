@@ -25,6 +25,7 @@ from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import MODEL, RUN, STATE, load_tensors
 from shardwise.config.schema import Model, Run
 from shardwise.errors import UserError
+from shardwise.models.origin import FILES, RECORD
 from shardwise.models.source import ModelSource, find_model
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def write_adapter(checkpoint: Path, folder: Path, kind: torch.dtype | None) -> N
 
     config = json.loads((checkpoint / MODEL / CONFIG).read_text())
     tensors = {n: read_tensor(checkpoint, n, *entry) for n, entry in stored_tensors(checkpoint).items()}
-    shutil.copytree(checkpoint / MODEL, folder)
+    shutil.copytree(checkpoint / MODEL, folder, ignore=shutil.ignore_patterns(RECORD, FILES, "*.py"))
     for not_here in ("config.json", "generation_config.json"):  # the base's
         (folder / not_here).unlink(missing_ok=True)
     ready = {n: t.to(kind or t.dtype).contiguous() for n, t in peft_tensors(tensors, config).items()}

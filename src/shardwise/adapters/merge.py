@@ -14,7 +14,8 @@ from shardwise.config.resolve import Resolution, task_wanted
 from shardwise.config.schema import Run
 from shardwise.models.build import build_on_meta
 from shardwise.models.source import ModelSource, find_model
-from shardwise.models.weights import match_names, tensor_files
+from shardwise.models.stored import tensor_files
+from shardwise.models.weights import match_names
 
 Get = Callable[[str], torch.Tensor]
 

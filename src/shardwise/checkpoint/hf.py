@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,11 +28,18 @@ from shardwise.adapters.merge import Merger, find_base
 from shardwise.adapters.peft import CONFIG, is_adapter
 from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole
+from shardwise.config.resolve import task_wanted
 from shardwise.data.fingerprint import FILE, check_fingerprint
-from shardwise.errors import UserError
+from shardwise.errors import RunFailed, UserError
+from shardwise.models.build import build_on_meta
+from shardwise.models.names import Link, Part, link, natural_order
+from shardwise.models.origin import FILES, RECORD, Origin, counted, find_untouched, origin_of, read_origin
+from shardwise.models.source import ModelSource, find_model, is_gguf, load_config, quiet
+from shardwise.models.stored import INDEX, read_stored
+from shardwise.models.stored import stored_tensors as stored_in
+from shardwise.models.tasks import task_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Entry = tuple[str, torch.Size, torch.dtype]
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -62,12 +73,17 @@ def export_checkpoint(
     changed_tokenizer: bool = False,
     merged: bool = False,
     finish: Callable[[Path], None] = lambda _: None,
+    allow_missing: bool = False,
+    plain: bool = False,
+    trust: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Writes a folder that `transformers` loads; the folder appears whole or not at all.
 
     Of an adapter run it is PEFT's folder of the adapter, or with `merged` the whole model. `finish` may add to the
     folder, or raise to have none, before it appears. Unless `changed_tokenizer`, the checkpoint's tokenizer must still
-    give the tokens that the model was trained on.
+    give the tokens that the model was trained on. `allow_missing`: without tensors of the source that training did not
+    touch, where the source is gone. `plain`: under the names that the model's code has for its tensors, and no others.
     """
     target = Path(os.path.abspath(target.expanduser()))  # "." has a name too
     _check_target(target, checkpoint, overwrite)
@@ -76,37 +92,47 @@ def export_checkpoint(
     if not verified:
         check_whole(checkpoint)
         if not changed_tokenizer:
-            _check_tokenizer(checkpoint)
-    partial = target.with_name(f".{target.name}.partial")
+            _check_tokenizer(checkpoint, trust)
+    _check_code(checkpoint, trust)
+    unfinished = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         if holds_adapter(checkpoint) and not merged:
-            write_adapter(checkpoint, partial, None if dtype == "auto" else DTYPES[dtype])
+            write_adapter(checkpoint, unfinished, None if dtype == "auto" else DTYPES[dtype])
         else:
-            _write_folder(checkpoint, partial, _dtype(checkpoint, dtype), shard_size, say)
-        finish(partial)
-        _replace(target, partial)
+            entries = _entries(checkpoint, dtype, plain, allow_missing, note)
+            _write_folder(checkpoint, unfinished, entries, shard_size, dtype, say)
+        finish(unfinished)
+        _replace(target, unfinished)
     except (OSError, SafetensorError) as error:
         problem = f"cannot be written ({getattr(error, 'strerror', None) or error})"
         raise UserError("target", str(target), problem, "choose a folder you may write to, with room enough") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return target
 
 
-def _check_tokenizer(checkpoint: Path) -> None:
+def _check_tokenizer(checkpoint: Path, trust: bool) -> None:
     """Its files are whole, but another version of transformers may read them otherwise."""
     from transformers import AutoTokenizer
 
     if not (checkpoint / MODEL / FILE).is_file():
         return  # written before checkpoints had one
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         problem = f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
         remedy = "pass --changed-tokenizer to export it as it is"
         raise UserError("checkpoint", str(checkpoint), problem, remedy) from None
     check_fingerprint(checkpoint / MODEL, tokenizer, "checkpoint")
+
+
+def _check_code(checkpoint: Path, trust: bool) -> None:
+    """A model that brings its own code is built with it; a checkpoint does not decide by itself that it is run."""
+    if read_run(checkpoint).model.trust_remote_code and not trust:
+        problem = "its model brings code of its own, which an export has to run"
+        raise UserError("checkpoint", str(checkpoint), problem, "pass --trust-remote-code if you trust it")
 
 
 def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
@@ -121,40 +147,139 @@ def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
         raise UserError("target", str(target), problem, "choose another folder")
 
 
-def _write_folder(
-    checkpoint: Path, folder: Path, kind: torch.dtype, shard_size: int, say: Callable[[str], None]
-) -> None:
-    outline, read = _tensors(checkpoint)
-    shutil.copytree(checkpoint / MODEL, folder)
-    (folder / CONFIG).unlink(missing_ok=True)
-    groups = list(_groups(outline, kind, shard_size))
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the folder: its type there, and how to read it (in any type)."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def _write_folder(checkpoint: Path, folder: Path, entries: list[Entry], shard_size: int, explicit: str,
+                  say: Callable[[str], None]) -> None:  # fmt: skip
+    shutil.copytree(checkpoint / MODEL, folder, ignore=shutil.ignore_patterns(RECORD, FILES, CONFIG))
+    for file in sorted((checkpoint / MODEL / FILES).glob("*")):
+        shutil.copyfile(file, folder / file.name)
+    groups = list(_groups(entries, shard_size))
     weight_map: dict[str, str] = {}
-    total = 0
     for number, group in enumerate(groups, 1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        total += _write_group(group, read, folder / name, kind)
-        weight_map |= dict.fromkeys(group, name)
+        _write_group(group, folder / name)
+        weight_map |= dict.fromkeys((entry.name for entry in group), name)
         say(f"wrote {name}")
     if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    _stamp_dtype(folder / "config.json", kind)
+        index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=1))
+    _stamp_dtype(folder / "config.json", entries, explicit)
     shutil.copy(checkpoint / RUN, folder / "shardwise_run.json")
 
 
-def _tensors(checkpoint: Path) -> tuple[list[Entry], Callable[[str], torch.Tensor]]:
-    """What the whole model consists of, and how to read it: from the checkpoint, and what it lacks from the base."""
+def _entries(
+    checkpoint: Path, dtype: str, plain: bool, allow_missing: bool, note: Callable[[str], None]
+) -> list[Entry]:
+    """Every tensor of the folder: trained ones under the names of the source, then those that training left alone.
+
+    `plain`: under the model's own names, and no others.
+    """
+    names, read, model = _trained(checkpoint)
+    if plain:
+        return [Entry(name, shape, DTYPES[dtype] if kind.is_floating_point else kind, partial(read, name))
+                for name, (shape, kind) in names.items()]  # fmt: skip
+    origin = read_origin(checkpoint / MODEL) or _found_origin(checkpoint, model, note)
+    types = origin.tensors if origin is not None else {}
+    linked = link(model, types or None)
+    back, default, result = _Back(linked, read), _config_dtype(checkpoint), []
+    for part in sorted(linked.parts, key=lambda one: natural_order(one.writes[0])):
+        if not all(name in names for name in part.reads):
+            continue  # a buffer that neither the checkpoint nor the base has
+        empty = {name: torch.empty(names[name][0], dtype=names[name][1], device="meta") for name in part.reads}
+        for name, tensor in linked.back(part, empty).items():
+            kind = _kind(tensor.dtype, types.get(name), default, DTYPES.get(dtype))
+            result.append(Entry(name, tensor.shape, kind, partial(back, part, name)))
+    if left := names.keys() - {name for part in linked.parts for name in part.reads}:
+        raise RunFailed(f"{checkpoint}: {counted(sorted(left), 'trained tensor')} have no place in the exported model")
+    if linked.lost:
+        raise RunFailed(f"{checkpoint}: {counted(sorted(linked.lost), 'tensor')} of the source would not come back")
+    for line in origin.notes() if origin is not None else ():
+        note(line)
+    return result + _untouched(origin, checkpoint, allow_missing, note)
+
+
+def _found_origin(checkpoint: Path, model: Any, note: Callable[[str], None]) -> Origin | None:
+    """Of a checkpoint without a record, written by an earlier version: what its source has, where it is still there."""
+    run = read_run(checkpoint)
+    if run.model.name is None or is_gguf(run.model.name):
+        return None
+    try:
+        source = find_model(run.model, task=task_wanted(run))
+        assert source.origin is not None
+        return origin_of(replace(source, extra=tuple(link(model, stored_in(source.origin)).extra)))
+    except UserError as error:
+        note(
+            f"its source is not there ({error.value}): whether it had tensors that training did not touch is not known"
+        )
+        return None
+
+
+def _untouched(
+    origin: Origin | None, checkpoint: Path, allow_missing: bool, note: Callable[[str], None]
+) -> list[Entry]:
+    if origin is None or not origin.untouched:
+        return []
+    try:
+        found = find_untouched(origin, read_run(checkpoint))
+    except UserError:
+        if not allow_missing:
+            raise
+        what = counted(list(origin.untouched), "tensor")
+        note(f"left out: {what} of the source, since {origin.folder} is gone or changed")
+        return []
+    note(f"{counted(list(found), 'tensor')} of the source that training did not touch: copied as they are")
+    return [Entry(name, one.shape, one.dtype, partial(read_stored, name, one)) for name, one in found.items()]
+
+
+class _Back:
+    """Reads trained tensors under the names of files, converting what belongs together once."""
+
+    def __init__(self, linked: Link, read: Callable[[str], torch.Tensor]) -> None:
+        self._linked, self._read = linked, read
+        self._held: tuple[Part | None, dict[str, torch.Tensor]] = (None, {})
+
+    def __call__(self, part: Part, name: str) -> torch.Tensor:
+        if not part.converts:
+            return self._read(part.reads[0])
+        if self._held[0] is not part:
+            self._held = (None, {})  # the one before is given up first
+            self._held = (part, self._linked.back(part, {one: self._read(one) for one in part.reads}))
+        return self._held[1].pop(name).clone()  # else a piece would keep all of what it was cut from
+
+
+def _trained(
+    checkpoint: Path,
+) -> tuple[dict[str, tuple[torch.Size, torch.dtype]], Callable[[str], torch.Tensor], Any]:
+    """What the model consists of, how to read it (from checkpoint and base), and the model itself on `meta`."""
     stored = stored_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
         return read_tensor(checkpoint, name, *stored[name])
 
+    run = read_run(checkpoint)
     if not lacks_base(checkpoint):
-        return [(name, *entry) for name, entry in stored.items()], read
-    source, model = find_base(read_run(checkpoint))
+        trust = run.model.trust_remote_code
+        config = load_config(checkpoint / MODEL, str(checkpoint), trust)
+        source = ModelSource(str(checkpoint), config, None, "", trust, task_wanted(run) or task_of(config))
+        return stored, read, build_on_meta(source)
+    source, model = find_base(run)
     assert source.weights is not None
     merger = Merger(model, source.weights, checkpoint_plan(checkpoint), stored, read)
-    return merger.outline(), merger
+    return {name: (shape, kind) for name, shape, kind in merger.outline()}, merger, model
 
 
 def _replace(target: Path, new: Path) -> None:
@@ -167,43 +292,62 @@ def _replace(target: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _groups(outline: Sequence[Entry], kind: torch.dtype, limit: int) -> Iterator[list[str]]:
-    """Tensors of the model, in files of at most `limit` bytes (a larger tensor gets a file of its own)."""
-    group: list[str] = []
+def _groups(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
+    """Tensors in files of at most `limit` bytes (a larger tensor gets a file of its own)."""
+    group: list[Entry] = []
     size = 0
-    for name, shape, saved in outline:
-        bytes_ = shape.numel() * (kind if saved.is_floating_point else saved).itemsize
-        if group and size + bytes_ > limit:
+    for entry in entries:
+        if group and size + entry.size > limit:
             yield group
             group, size = [], 0
-        group.append(name)
-        size += bytes_
+        group.append(entry)
+        size += entry.size
     if group:
         yield group
 
 
-def _write_group(names: list[str], read: Callable[[str], torch.Tensor], file: Path, kind: torch.dtype) -> int:
+def _write_group(group: list[Entry], file: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = {}
-    for name in names:  # one at a time: besides the group only one tensor in its saved type is held
-        tensor = read(name)
-        tensors[name] = tensor.to(kind) if tensor.is_floating_point() else tensor
+    # One at a time: besides the group only one tensor in its saved type is held.
+    tensors = {entry.name: entry.read().to(entry.dtype).contiguous() for entry in group}
     save_file(tensors, file, metadata={"format": "pt"})
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _dtype(checkpoint: Path, dtype: str) -> torch.dtype:
-    if dtype != "auto":
-        return DTYPES[dtype]
+def _kind(
+    saved: torch.dtype, source: torch.dtype | None, default: torch.dtype, explicit: torch.dtype | None
+) -> torch.dtype:
+    """The type of a tensor in the folder: as its source has it, or as asked for.
+
+    What the source keeps in a wider type than the rest (the biases of routers, decays) stays so: it was not by chance.
+    """
+    if not saved.is_floating_point:
+        return saved
+    if source is None or not source.is_floating_point or source.itemsize < 2:
+        return explicit or default
+    if explicit is None or (source.itemsize > default.itemsize and source.itemsize > explicit.itemsize):
+        return source
+    return explicit
+
+
+def _config_dtype(checkpoint: Path) -> torch.dtype:
     config = json.loads((checkpoint / MODEL / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
-def _stamp_dtype(file: Path, kind: torch.dtype) -> None:
+def _stamp_dtype(file: Path, entries: Sequence[Entry], explicit: str) -> None:
+    """Says in the config which type the weights have, where it does not: under the key that it uses."""
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += entry.size * entry.dtype.is_floating_point
     config = json.loads(file.read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(kind).removeprefix("torch.")
-    config["use_cache"] = True
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    kind = DTYPES.get(explicit) or (sizes.most_common(1)[0][0] if sizes else torch.float32)
+    old, new = config.get(key), str(kind).removeprefix("torch.")
+    if old == new:
+        return
+    for part in [config, *(value for value in config.values() if isinstance(value, dict))]:
+        if part is config or part.get(key) == old is not None:
+            part[key] = new
     file.write_text(json.dumps(config, indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ PIPELINES = {
 
 
 def make_card(
-    facts: Facts, name: str, task: str, kind: str, library: str = "transformers", checked: str | None = None
+    facts: Facts, name: str, task: str, kind: str, library: str = "transformers", checked: Sequence[str] = ()
 ) -> str:
     """The card as Markdown with a YAML head; `kind` is the type of the weights, `library` who loads them."""
     method = dict(facts.settings).get("method.type", "full")
@@ -31,7 +32,7 @@ def make_card(
         *(["## Data", _data(facts)] if facts.sources else []),
         "## Training", _training(facts),
         *(["## Evaluation", _evaluation(facts)] if facts.results else []),
-        *(["## Check of the export", f"{text(checked, 1000)}."] if checked else []),
+        *(["## Check of the export", "\n".join(f"- {text(line, 1500)}." for line in checked)] if checked else []),
         "## Environment", _environment(),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"

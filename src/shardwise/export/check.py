@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import warnings
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.adapters.layers import adapter_layers, worn_parameters
+from shardwise.adapters.peft import WEIGHTS
 from shardwise.errors import RunFailed, UserError
-from shardwise.export.families import FAMILIES
-from shardwise.export.rope import scaling_of
 from shardwise.launch.cpu import free_memory
-from shardwise.models.source import quiet
+from shardwise.models.names import link
+from shardwise.models.origin import Origin, counted
+from shardwise.models.source import first_line, load_config, quiet
+from shardwise.models.stored import read_stored, sample_digest, stored_tensors, tensor_files
 from shardwise.models.tasks import auto_class, task_of
 
 SEQUENCES, LENGTH = 4, 64
@@ -74,24 +80,35 @@ class Comparison:
     relative: float
     same_top: float
     tokens: int
-    parameter: str
-    moved: float
+    parameter: str | None = None  # None: only logits were compared
+    moved: float = 0.0
+    setting: str | None = None  # one that is not the trained model's, though a few tokens may not show it
 
     @property
     def line(self) -> str:
         """For the terminal."""
+        return f"checked against the trained model ({self.kind}, {self.tokens} tokens): {self.figures}"
+
+    @property
+    def figures(self) -> str:
+        """How far apart the two are."""
         bound = BOUNDS[self.kind]
+        parameters = (
+            f"; parameters differ by at most {self.moved:.2g} of their largest value (bound {bound.tensor:.2g})"
+            if self.parameter is not None
+            else ""
+        )
         return (
-            f"checked against the trained model ({self.kind}, {self.tokens} tokens): logits differ by at most "
-            f"{self.largest:.2g}, {self.mean:.2g} on average ({self.relative:.2%} of their spread; bound "
-            f"{bound.logits:.3%}); same first choice {self.same_top:.1%}; parameters differ by at most "
-            f"{self.moved:.2g} of their largest value (bound {bound.tensor:.2g})"
+            f"logits differ by at most {self.largest:.2g}, {self.mean:.2g} on average ({self.relative:.2%} of their "
+            f"spread; bound {bound.logits:.3%}); same first choice {self.same_top:.1%}{parameters}"
         )
 
     @property
     def problem(self) -> str | None:
         """What is wrong, if something is."""
         bound = BOUNDS[self.kind]
+        if self.setting is not None:
+            return self.setting
         if not self.moved <= bound.tensor:
             return (
                 f"{self.parameter} differs from the trained one by {self.moved:.2g} of its largest value; rounding to "
@@ -119,53 +136,50 @@ def sample_ids(tokenizer: Any, vocabulary: int, samples: Sequence[Sequence[int]]
     return [torch.tensor([[i % vocabulary for i in ids[:LENGTH]]]) for ids in known[:SEQUENCES] if len(ids) > 1]
 
 
-def load_folder(folder: Path, field: str = "model") -> Any:
-    """A Hugging Face folder in fp32; raises UserError if it lacks tensors."""
-    from transformers import AutoConfig
+def load_folder(folder: Path, field: str = "model", trust: bool = False, extra: Container[str] | None = ()) -> Any:
+    """A Hugging Face folder in fp32, as its readers load it: nothing is supplied but the type to compute in.
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    Raises UserError where transformers misses a tensor, or finds one that it has no place for and that is not `extra`:
+    one that the model's source had too (None: it is not known what that had).
+    """
+    config = load_config(folder, str(folder), trust)
     with quiet():
         model, report = auto_class(task_of(config)).from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
         )
-    return _complete(model, report, field, folder)
-
-
-def load_gguf(file: Path, config: Any) -> Any:
-    """A GGUF file in fp32 through transformers, with the settings it finds in the file.
-
-    What transformers does not read from files of that family (`Family.unread`) comes from `config`.
-    """
-    from transformers import AutoConfig
-
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "trust_remote_code": False}
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        found = AutoConfig.from_pretrained(**where)
-        unread = FAMILIES[config.model_type].unread
-        for key in (*unread, *(() if scaling_of(config) == "default" else ("rope_parameters",))):
-            if hasattr(config, key):
-                setattr(found, key, getattr(config, key))
-        model, report = auto_class(task_of(config)).from_pretrained(
-            **where, config=found, dtype=torch.float32, output_loading_info=True
-        )
-    return _complete(model, report, "target", file)
-
-
-def _complete(model: Any, report: dict[str, Any], field: str, where: Path) -> Any:
-    if missing := sorted(report["missing_keys"]):
-        problem = f"lacks {len(missing)} tensors, {missing[0]} among them"
-        raise UserError(field, str(where), problem, "export it again")
+    found = link(model, tensor_files(folder)).extra
+    known = {key for name, key in found.items() if extra is None or name in extra}
+    for what, wrong in (
+        ("lacks", sorted(report["missing_keys"])),
+        ("has in another shape", sorted(str(one[0]) for one in report["mismatched_keys"])),
+        ("has, without a place for them in the model,", sorted(set(report["unexpected_keys"]) - known)),
+    ):
+        if wrong:
+            problem = f"{what} {len(wrong)} tensors, {wrong[0]} among them"
+            raise UserError(field, str(folder), problem, "export it again")
     return model.eval()
 
 
 @torch.no_grad()
 def compare(reference: Any, exported: Any, ids: Sequence[torch.Tensor], kind: str) -> Comparison:
-    """Holds an exported model against the trained one."""
+    """Compares an exported model with the trained one: parameters and logits."""
     moved, name = _parameters(reference, exported)
+    setting = _rotary(reference, exported)
+    _define(exported)
+    logits = compare_logits(reference, partial(_logits, exported), ids, kind)
+    return replace(logits, parameter=name, moved=moved, setting=setting)
+
+
+@torch.no_grad()
+def compare_logits(
+    reference: Any, exported: Callable[[torch.Tensor], torch.Tensor], ids: Sequence[torch.Tensor], kind: str
+) -> Comparison:
+    """Compares the logits that another reader computes with the trained model's."""
+    _define(reference)
     largest = total = count = squares = 0.0
     spread, same, tokens = [], 0, 0
     for one in ids:
-        wanted, got = _logits(reference, one), _logits(exported, one)
+        wanted, got = _logits(reference, one), exported(one)
         wanted, got = wanted[..., : got.shape[-1]], got[..., : wanted.shape[-1]]
         apart = (wanted - got).abs()
         largest = max(largest, float(apart.max().nan_to_num(float("inf"))))
@@ -177,7 +191,25 @@ def compare(reference: Any, exported: Any, ids: Sequence[torch.Tensor], kind: st
         tokens += len(rows)
     width = max(sum(spread) / max(1, len(spread)), 1e-30)
     relative = (squares / max(1.0, count)) ** 0.5 / width
-    return Comparison(kind, largest, total / max(1.0, count), relative, same / max(1, tokens), tokens, name, moved)
+    return Comparison(kind, largest, total / max(1.0, count), relative, same / max(1, tokens), tokens)
+
+
+def _rotary(reference: Any, exported: Any) -> str | None:
+    """Whether rotary frequencies differ: what scales them for long contexts hardly shows in a few tokens."""
+    found = dict(exported.named_buffers())
+    for name, wanted in reference.named_buffers():
+        if name.endswith("inv_freq"):
+            got = found.get(name)
+            if got is None or got.shape != wanted.shape or not torch.allclose(got, wanted, rtol=1e-4):
+                return f"its rotary frequencies are not the trained model's ({name})"
+    return None
+
+
+def _define(model: Any) -> None:
+    """Attention as the model's own code defines it: faster ways drop the caps of some models (Gemma 2), both alike."""
+    if getattr(model.config, "_attn_implementation", "eager") != "eager":
+        with quiet():
+            model.set_attn_implementation("eager")
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -211,34 +243,95 @@ def check_export(
     return outcome.line
 
 
-def compare_tokens(tokenizer: Any, file: Path, config: Any, words: Any) -> str:
-    """Reads the vocabulary back from a GGUF file and compares tokens; raises Mismatch, gives a line to print.
+def check_peft(reference: Callable[[], Any], folder: Path, ids: Sequence[torch.Tensor], kind: str, target: Path) -> str:
+    """An adapter's folder as PEFT loads it, onto the base that the folder names; raises Mismatch, gives a line.
 
-    transformers cuts text its own way for some families, whatever the file says; then it cannot be asked.
+    Where PEFT is not installed, says that it was not tried.
+    """
+    if find_spec("peft") is None:
+        return "PEFT is not installed here: whether it reads the folder was not tried"
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    found = PeftConfig.from_pretrained(str(folder))
+    trained = reference()
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = auto_class(task_of(trained.config)).from_pretrained(
+            found.base_model_name_or_path, revision=found.revision, dtype=torch.float32, config=trained.config
+        )
+        model = PeftModel.from_pretrained(base, str(folder)).eval()
+        held = get_peft_model_state_dict(model)
+    stored = load_file(folder / WEIGHTS)
+    for name, tensor in stored.items():
+        got = held.get(name)
+        if got is None or not torch.equal(got.to(tensor.dtype).cpu(), tensor):
+            raise Mismatch(f"{target}: PEFT does not load {name} as the folder has it")
+    outcome = compare_logits(trained, partial(_logits, model), ids, kind)
+    if outcome.problem is not None:
+        raise Mismatch(f"{target}: loaded by PEFT it is not the trained model: {outcome.problem}")
+    return f"PEFT reads it: logits differ by {outcome.relative:.2%} of their spread"
+
+
+def check_tensors(folder: Path, origin: Origin | None, allow_missing: bool = False) -> str | None:
+    """Compares the tensors of a folder with those of the source: their names, and those left alone; raises Mismatch.
+
+    `allow_missing`: those that training did not touch may be missing.
+    """
+    if origin is None or not origin.tensors:
+        return None
+    found = stored_tensors(folder)
+    lost = origin.tensors.keys() - found.keys()
+    if wrong := sorted(lost - origin.untouched.keys() if allow_missing else lost):
+        raise Mismatch(f"{folder}: the export lacks {counted(wrong, 'tensor')} of the source")
+    for name, digest in origin.untouched.items():
+        if name in lost:
+            continue
+        if sample_digest(read_stored(name, found[name])) != digest:
+            raise Mismatch(f"{folder}: {name}, which training did not touch, is not as the source has it")
+    count = len(origin.tensors)
+    return f"{count - len(lost)} of the source's {count} tensors are there"
+
+
+# What a run may change about a model's config: its type, its head, and ids that the source does not have.
+CHANGES = {"dtype", "torch_dtype", "architectures", "quantization_config", "pad_token_id", "decoder_start_token_id",
+           "id2label", "label2id"}  # fmt: skip
+
+
+def check_config(folder: Path, wanted: dict[str, Any], free: Container[str] = CHANGES) -> None:
+    """Raises Mismatch where a folder's config is not `wanted`: nothing that was set for training alone is handed on."""
+    got = json.loads((folder / "config.json").read_text())
+    for key in {**wanted, **got}:
+        one, other = wanted.get(key), got.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):  # parts of a model have types of their own
+            one, other = ({k: v for k, v in part.items() if k not in free} for part in (one, other))
+        if key not in free and one != other:
+            raise Mismatch(f"{folder}: its config says {key}: {other!r}, but the model came with {one!r}")
+
+
+def compare_tokens(tokenizer: Any, file: Path, words: Any) -> str:
+    """Reads the vocabulary back from a GGUF file, and says whether transformers makes the same tokens with it.
+
+    Raises Mismatch where the file holds other words. That transformers cuts text its own way, whatever the file says,
+    is no fault of the file: llama.cpp goes by the name of the cut.
     """
     from gguf import GGUFReader
     from transformers import AutoTokenizer
 
-    fields = GGUFReader(file).fields
-    stored = fields["tokenizer.ggml.tokens"].contents()
+    stored = GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
     if stored != words.tokens:
         raise Mismatch(f"{file}: the vocabulary in the file is not the model's")
-    if (words.model, words.pre) not in READ_BACK.get(FAMILIES[config.model_type].arch, ()):
-        return f"vocabulary: {len(stored)} words as in the model (transformers does not cut text as the file says)"
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        back = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
-    for text in TEXTS:
-        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
-        got = back(text, add_special_tokens=False)["input_ids"]
-        if wanted != got:
-            raise Mismatch(f"{file}: read back, its tokenizer gives other tokens for {text!r}")
-    return f"vocabulary: {len(stored)} words, the same tokens when read back"
+    said = f"vocabulary: {len(stored)} words, cut as llama.cpp's {words.pre!r}"
+    try:
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
+            back = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
+            differing = [text for text in TEXTS if _tokens(tokenizer, text) != _tokens(back, text)]
+    except Exception as error:  # transformers' readers of tokenizers have exceptions of their own
+        return f"{said}; transformers cannot read the tokenizer from the file ({first_line(error)})"
+    if differing:
+        return f"{said}; transformers makes other tokens of it: use the original tokenizer there"
+    return f"{said}; the same tokens when transformers reads it back"
 
 
-_BYTES = (("gpt2", "gpt-2"),)
-READ_BACK = {  # (algorithm, cut) that transformers makes of a file of each architecture
-    "llama": (*_BYTES, ("llama", "default")),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen2moe", "qwen3moe"), (("gpt2", "qwen2"),)),
-    **dict.fromkeys(("gpt2", "falcon", "stablelm", "starcoder2", "bloom", "mamba", "nemotron"), _BYTES),
-    "t5": (("t5", "default"),),
-}
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

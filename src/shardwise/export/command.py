@@ -10,10 +10,11 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.adapters.export import base_of, holds_adapter
+from shardwise.adapters.export import base_of, holds_adapter, read_run
 from shardwise.adapters.peft import WEIGHTS, is_adapter
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, RUN, read_trainer
@@ -21,20 +22,25 @@ from shardwise.config.schema import Model
 from shardwise.errors import UserError
 from shardwise.export.card import make_card, write_card
 from shardwise.export.check import (
+    CHANGES,
     Mismatch,
+    check_config,
     check_export,
+    check_peft,
+    check_tensors,
     compare_tokens,
     load_folder,
-    load_gguf,
     sample_ids,
     too_large,
 )
 from shardwise.export.facts import Facts, gather, output_of, read_samples
-from shardwise.export.families import family_of
+from shardwise.export.families import family_of, window_of
 from shardwise.export.gguf_file import KINDS, Plan, plan_gguf, write_gguf
+from shardwise.export.readers import judge
 from shardwise.export.vocabulary import vocabulary_of
 from shardwise.models.inference import from_checkpoint, with_adapter
-from shardwise.models.source import find_model
+from shardwise.models.origin import Origin, counted, read_origin
+from shardwise.models.source import config_from, find_model, load_config
 from shardwise.models.tasks import task_of
 
 Say = Callable[[str], None]
@@ -45,11 +51,12 @@ TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export hands over: where it lies, its card, and what the comparison said."""
+    """What an export hands over: where it lies, its card, what the comparison said, and what else is to be known."""
 
     path: Path
     card: str
     checked: str | None
+    notes: tuple[str, ...] = ()
 
 
 def export_folder(
@@ -64,83 +71,118 @@ def export_folder(
     check: Check = "auto",
     most: int | None = None,
     merged: bool = False,
+    allow_missing: bool = False,
+    trust: bool = False,
 ) -> Exported:
     """Writes a checkpoint as a Hugging Face folder with a card, compared with the checkpoint before it appears.
 
     `check`: auto compares where memory allows, and only models of up to `most` parameters. An adapter's folder is
-    PEFT's, unless it is to be `merged` with its base.
+    PEFT's, unless it is to be `merged` with its base. `trust`: code that the model brings may be run. See
+    `export_checkpoint` for the rest.
     """
     told: list[Exported] = []
+    notes: list[str] = []
+
+    def note(line: str) -> None:
+        say(line)
+        notes.append(line)
 
     def finish(folder: Path) -> None:
-        checked = _check_folder(checkpoint, folder, target, check, most)
+        checked = _check_folder(checkpoint, folder, target, check, most, trust, allow_missing)
         facts = _facts_of(checkpoint)
         adapter = is_adapter(folder)
         described = checkpoint / MODEL if adapter else folder  # an adapter's folder has no config of the model
         config, library = json.loads((described / "config.json").read_text()), "peft" if adapter else "transformers"
         place = target.absolute()
         name = place.parent.name if place.name == "model" else place.name  # every run calls its folder that
-        card = make_card(facts, name, _task(described), _kind(config), library, checked)
+        card = make_card(facts, name, _task(described, trust), _kind(config), library, _told(checked, notes))
         write_card(folder, facts, card)
-        told.append(Exported(target, card, checked))
+        told.append(Exported(target, card, checked, tuple(notes)))
 
     path = export_checkpoint(
-        checkpoint, target, dtype, shard_size, overwrite, say, verified, changed_tokenizer, merged, finish
-    )
+        checkpoint, target, dtype, shard_size, overwrite, say, verified, changed_tokenizer, merged, finish,
+        allow_missing, trust=trust, note=note,
+    )  # fmt: skip
     return replace(told[0], path=path)
+
+
+def _told(checked: str | None, notes: Sequence[str]) -> list[str]:
+    return [*(checked or "").splitlines(), *notes]
 
 
 def export_gguf(
     origin: str, target: Path, kind: str, overwrite: bool = False, say: Say = lambda _: None,
-    changed_tokenizer: bool = False, check: Check = "auto",
+    changed_tokenizer: bool = False, check: Check = "auto", unreadable: bool = False, trust: bool = False,
 ) -> Exported:  # fmt: skip
-    """Writes a run, a checkpoint, a model's folder or a model by name as one GGUF file, compared before it appears."""
+    """Writes a run, a checkpoint, a model's folder or a model by name as one GGUF file, compared before it appears.
+
+    A file that neither llama.cpp nor transformers reads as the model is refused, unless `unreadable` ones are wanted.
+    """
     _check_file(target, kind, overwrite)
     path = Path(origin).expanduser()
     if (path / "config.json").is_file() or not path.is_dir():
         source = find_model(Model(name=str(path) if path.exists() else origin), say)
-        plan = plan_gguf(source, kind)
+        plan = plan_gguf(source, kind, unreadable=unreadable)
         assert plan.source.weights is not None
-        folder = plan.source.weights
-        return _write_file(plan, target, Facts(base_name=path.name), lambda: load_folder(folder), (), check, say)
+        folder, extra = plan.source.weights, plan.source.extra
+        load = partial(load_folder, folder, extra=None)
+        return _write_file(plan, target, Facts(base_name=path.name), load, (), check, unreadable, extra, say)
     checkpoint = find_checkpoint(path)
-    _check_early(checkpoint)
+    _check_early(checkpoint, unreadable)
     facts, samples = _facts_of(checkpoint), read_samples(output_of(checkpoint))
     whole = target.with_name(f".{target.name}.folder")  # in fp32: rounded once, from the master weights to the file
+    known = read_origin(checkpoint / MODEL)
+    extra = (*known.untouched, *known.dropped) if known is not None else ()
     try:
         options: dict[str, Any] = {"changed_tokenizer": changed_tokenizer, "merged": holds_adapter(checkpoint)}
-        export_checkpoint(checkpoint, whole, "fp32", overwrite=True, **options)
-        plan = plan_gguf(find_model(Model(name=str(whole))), kind)
-        return _write_file(plan, target, facts, lambda: from_checkpoint(checkpoint), samples, check, say)
+        export_checkpoint(checkpoint, whole, "fp32", overwrite=True, plain=True, trust=trust, **options)
+        plan = plan_gguf(find_model(Model(name=str(whole))), kind, unreadable=unreadable)
+        load = partial(from_checkpoint, checkpoint)
+        return _write_file(plan, target, facts, load, samples, check, unreadable, extra, say)
     finally:
         shutil.rmtree(whole, ignore_errors=True)
 
 
 def _write_file(
     plan: Plan, target: Path, facts: Facts, reference: Callable[[], Any], samples: Sequence[Sequence[int]],
-    check: Check, say: Say,
+    check: Check, unreadable: bool, extra: Sequence[str], say: Say,
 ) -> Exported:  # fmt: skip
-    partial, config = target.with_name(f".{target.name}.partial.gguf"), plan.source.config
+    partly, config = target.with_name(f".{target.name}.partial.gguf"), plan.source.config
+    notes = [line for line in (window_of(config), _without(extra)) if line is not None]
     try:
-        write_gguf(plan, partial, target.stem, say)
+        write_gguf(plan, partly, target.stem, say)
         tokenizer = plan.source.load_tokenizer()
-        say(compare_tokens(tokenizer, partial, config, plan.vocabulary))
+        notes.append(compare_tokens(tokenizer, partly, plan.vocabulary))
         parameters = sum(_product(one.shape) for one in plan.tensors)
         checked = too_large(parameters, 3) if check == "auto" else None
         if check is not False and checked is None:
-            say("reading it back and comparing with the trained model")
-            ids = sample_ids(tokenizer, config.vocab_size, samples)
-            checked = check_export(reference, lambda: load_gguf(partial, config), ids, plan.kind, target)
-        os.replace(partial, target)
+            say("reading it back as its readers do, and comparing with the trained model")
+            longest = plan.family.settings(config)["context_length"]
+            ids = [one[:, :longest] for one in sample_ids(tokenizer, config.vocab_size, samples)]
+            verdicts = judge(reference(), partly, ids, plan.kind, plan.family.problem(config))
+            lines = "\n".join(verdict.line for verdict in verdicts)
+            if verdicts[0].wrong:
+                raise Mismatch(f"{target}: the exported model is not the trained one\n{lines}")
+            if not any(verdict.reads for verdict in verdicts) and not unreadable:
+                raise Mismatch(f"{target}: no reader reads it as the trained model\n{lines}")
+            tokens = sum(one.numel() for one in ids)
+            checked = f"who reads this file as the trained model ({plan.kind}, {tokens} tokens):\n{lines}"
+        os.replace(partly, target)
     except Mismatch as error:
-        raise _set_aside(error, partial, target) from None
+        raise _set_aside(error, partly, target) from None
     except OSError as error:
         problem = f"cannot be written ({error.strerror or error})"
         raise UserError("target", str(target), problem, "choose a place you may write to, with room enough") from None
     finally:
-        partial.unlink(missing_ok=True)
-    card = make_card(facts, target.name, plan.source.task, plan.kind, "gguf", checked)
-    return Exported(target, card, checked)
+        partly.unlink(missing_ok=True)
+    for line in notes:
+        say(line)
+    card = make_card(facts, target.name, plan.source.task, plan.kind, "gguf", _told(checked, notes))
+    return Exported(target, card, checked, tuple(notes))
+
+
+def _without(extra: Sequence[str]) -> str | None:
+    return f"without {counted(list(extra), 'tensor')} of the source: GGUF has no place for them" if extra else None
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -160,12 +202,12 @@ def _check_file(target: Path, kind: str, overwrite: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _check_early(checkpoint: Path) -> None:
+def _check_early(checkpoint: Path, unreadable: bool) -> None:
     """What a GGUF file cannot hold is told before the checkpoint is read."""
     from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
-    family_of(config, "--gguf").settings(config)
+    family_of(config, "--gguf", unreadable).settings(config)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
     vocabulary_of(tokenizer, config.vocab_size, "--gguf")
 
@@ -175,14 +217,12 @@ def _facts_of(checkpoint: Path) -> Facts:
     return gather(run, output_of(checkpoint), int(read_trainer(checkpoint)["step"]))
 
 
-def _task(folder: Path) -> str:
-    from transformers import AutoConfig
-
-    return task_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+def _task(folder: Path, trust: bool) -> str:
+    return task_of(load_config(folder, str(folder), trust))
 
 
 def _kind(config: dict[str, Any]) -> str:
-    return TYPES.get(str(config.get("dtype")), "fp32")
+    return TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "fp32")
 
 
 def _adapter_kind(folder: Path) -> str:
@@ -192,26 +232,49 @@ def _adapter_kind(folder: Path) -> str:
         return TYPES.get(str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch."), "fp32")
 
 
-def _check_folder(checkpoint: Path, folder: Path, target: Path, check: Check, most: int | None) -> str | None:
+def _check_folder(
+    checkpoint: Path, folder: Path, target: Path, check: Check, most: int | None, trust: bool, allow_missing: bool
+) -> str | None:
     from transformers import AutoTokenizer
 
     if check is False:
         return None
     adapter = is_adapter(folder)
+    origin = None if adapter else read_origin(checkpoint / MODEL)
     config = json.loads(((checkpoint / MODEL if adapter else folder) / "config.json").read_text())
     kind = _adapter_kind(folder) if adapter else _kind(config)
     weights = base_of(folder).weights if adapter else folder
     size = sum(file.stat().st_size for file in weights.glob("*.safetensors")) if weights else 0
     parameters = size // (4 if kind == "fp32" and not adapter else 2)  # files of a base are in half precision, mostly
-    if check == "auto" and (reason := too_large(parameters, 2.2) or _too_slow(parameters, most)):
-        return reason
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    ids = sample_ids(tokenizer, config["vocab_size"], read_samples(output_of(checkpoint)))
     try:
-        exported = (lambda: with_adapter(folder, "cpu")[0]) if adapter else (lambda: load_folder(folder))
-        return check_export(lambda: from_checkpoint(checkpoint), exported, ids, kind, target)
+        kept = check_tensors(folder, origin, allow_missing)
+        if not adapter:
+            _check_config(checkpoint, folder, origin)
+        if check == "auto" and (reason := too_large(parameters, 2.2) or _too_slow(parameters, most)):
+            return f"{reason}; {kept}" if kept else reason
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        vocabulary = load_config(checkpoint / MODEL, str(checkpoint), trust).get_text_config().vocab_size
+        ids = sample_ids(tokenizer, vocabulary, read_samples(output_of(checkpoint)))
+        if adapter:
+            line = check_export(lambda: from_checkpoint(checkpoint), lambda: with_adapter(folder, "cpu")[0], ids, kind,
+                                target)  # fmt: skip
+            return f"{line}; {check_peft(lambda: from_checkpoint(checkpoint), folder, ids, kind, target)}"
+        extra = origin.untouched if origin is not None else None if read_run(checkpoint).model.name else ()
+        line = check_export(lambda: from_checkpoint(checkpoint, trust=trust),
+                            lambda: load_folder(folder, trust=trust, extra=extra), ids, kind, target)  # fmt: skip
+        return f"{line}; {kept}" if kept else line
     except Mismatch as error:
         raise _set_aside(error, folder, target) from None
+
+
+def _check_config(checkpoint: Path, folder: Path, origin: Origin | None) -> None:
+    """The config as the source has it, or as the run gave it; of a GGUF file none is known."""
+    given = read_run(checkpoint).model.config
+    if origin is not None and origin.config:
+        check_config(folder, origin.config)
+    elif given is not None:
+        ids = {"vocab_size", "bos_token_id", "eos_token_id", "transformers_version", "_name_or_path"}
+        check_config(folder, json.loads(config_from(dict(given)).to_json_string(use_diff=False)), CHANGES | ids)
 
 
 def _too_slow(parameters: int, most: int | None) -> str | None:

@@ -1,8 +1,7 @@
 """Which models can become GGUF files, and what llama.cpp's side of each architecture takes for granted.
 
 One row per `model_type`: gguf's name of the architecture, its settings, how its tensors are laid out there, what a
-config must say because llama.cpp has it built in, and which keys transformers does not read back from such a file (the
-check of an export gives it those from the config; everything else it must find in the file).
+config must say because llama.cpp has it built in. What its loader asks of a file is in models/gguf_rules.py.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Family:
     settings: Callable[[Any], Settings]
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     demands: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
     check: Callable[[Any], str | None] = lambda config: None
     twice: Mapping[str, str] = field(default_factory=dict)  # shared tensors that the file must have under two names
 
@@ -54,6 +52,9 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+WINDOWLESS = ("mistral", "starcoder2", "phi3")  # models with a sliding window, which llama.cpp does not apply
+
+
 def _decoder(config: Any, eps: str = "rms_norm_eps") -> Settings:
     """What nearly all decoders have."""
     kind = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
@@ -73,7 +74,7 @@ def _context(config: Any) -> int:
     """The longest context; where llama.cpp knows no sliding window for the family, as far as the window reaches."""
     longest = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None)
-    return min(longest, int(window)) if window and config.model_type in ("mistral", "starcoder2") else longest
+    return min(longest, int(window)) if window and config.model_type in WINDOWLESS else longest
 
 
 def _rotary(config: Any, share: float = 1.0) -> Settings:
@@ -258,6 +259,8 @@ def _gemma_pattern(period: int, largest: int) -> Callable[[Any], str | None]:
     """llama.cpp has built in which layers look back without limit, and the scale of attention by the model's depth."""
 
     def check(config: Any) -> str | None:
+        if config.model_type == "gemma2" and not (config.attn_logit_softcapping and config.final_logit_softcapping):
+            return "it has no caps on its logits, which are built in"
         layers = range(1, config.num_hidden_layers + 1)
         wanted = ["full_attention" if n % period == 0 else "sliding_attention" for n in layers]
         if list(config.layer_types) != wanted:
@@ -277,71 +280,71 @@ def _every_layer_sparse(config: Any) -> str | None:
     return _no_window(config)
 
 
-LLAMA = Family("llama", _llama, PAIRED, SILU, unread=("attention_bias", "mlp_bias"))
-QWEN_MOE = ("moe_intermediate_size", "shared_expert_intermediate_size", "qkv_bias", "attention_bias")
+LLAMA = Family("llama", _llama, PAIRED, SILU)
+OWN_HEAD = {"token_embd.weight": "output.weight"}  # llama.cpp wants one even where it is the embedding
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": Family("qwen2", _llama, demands=SILU, check=_no_window),
-    "qwen3": Family("qwen3", _llama, demands=SILU | {"attention_bias": (False,)}, unread=("head_dim",),
-                    check=_no_window),
+    "qwen3": Family("qwen3", _llama, demands=SILU | {"attention_bias": (False,)}, check=_no_window),
     "qwen2_moe": Family("qwen2moe", _qwen_moe, {"*ffn_gate_inp_shexp.weight": _flat},
-                        SILU | {"norm_topk_prob": (False,)}, QWEN_MOE, _every_layer_sparse),
+                        SILU | {"norm_topk_prob": (False,)}, _every_layer_sparse, OWN_HEAD),
     "qwen3_moe": Family("qwen3moe", _qwen_moe, {}, SILU | {"norm_topk_prob": (True,), "attention_bias": (False,)},
-                        QWEN_MOE, _every_layer_sparse),
+                        _every_layer_sparse),
     "gpt2": Family("gpt2", _gpt2,
                    {f"blk.*.{part}.weight": _transposed for part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
                    {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-                    "scale_attn_by_inverse_layer_idx": (False,)},
-                   ("n_positions", "n_inner")),
+                    "scale_attn_by_inverse_layer_idx": (False,)}),
     "falcon": Family("falcon", _falcon, {},
                      {"new_decoder_architecture": (False,), "multi_query": (True,), "parallel_attn": (True,),
-                      "bias": (False,), "alibi": (False,), "activation": ("gelu",), "tie_word_embeddings": (True,)},
-                     ("multi_query", "parallel_attn", "new_decoder_architecture", "bias", "alibi",
-                      "layer_norm_epsilon", "ffn_hidden_size", "num_kv_heads")),
-    "phi3": Family("phi3", _phi3, demands=SILU, unread=("sliding_window", "partial_rotary_factor",
-                                                        "original_max_position_embeddings")),
+                      "bias": (False,), "alibi": (False,), "activation": ("gelu",), "tie_word_embeddings": (True,)}),
+    "phi3": Family("phi3", _phi3, demands=SILU),
     "bloom": Family("bloom", _bloom, {"blk.*.attn_qkv.*": _one_after_another},
                     {"tie_word_embeddings": (True,), "apply_residual_connection_post_layernorm": (False,)}),
-    "stablelm": Family("stablelm", _stablelm, {}, SILU | {"qk_layernorm": (False,)},
-                       ("rope_parameters", "partial_rotary_factor")),
+    "stablelm": Family("stablelm", _stablelm, {}, SILU | {"qk_layernorm": (False,)}, twice=OWN_HEAD),
     "starcoder2": Family("starcoder2", _starcoder2, {},
-                         {"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)},
-                         ("rope_parameters", "sliding_window")),
+                         {"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)}),
     "nemotron": Family("nemotron", _nemotron, {"*norm.weight": _plus_one},
-                       {"hidden_act": ("relu2",)}, ("norm_eps", "partial_rotary_factor", "head_dim")),
+                       {"hidden_act": ("relu2",)}, twice=OWN_HEAD),
     "gemma2": Family("gemma2", _gemma2, GEMMA_NORMS,
                      {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
                       "tie_word_embeddings": (True,)},
-                     ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
                      _gemma_pattern(2, 46)),
     "gemma3_text": Family("gemma3", _gemma3, GEMMA_NORMS,
                           {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
                            "tie_word_embeddings": (True,), "final_logit_softcapping": (None,),
                            "attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
-                          ("rope_parameters", "query_pre_attn_scalar"), _gemma_pattern(6, 62)),
+                          _gemma_pattern(6, 62)),
     "mamba": Family("mamba", _mamba,
                     {"*ssm_conv1d.weight": lambda t, _: t.squeeze(1), "*ssm_a": lambda t, _: -t.float().exp()},
                     {"hidden_act": ("silu",), "use_bias": (False,), "use_conv_bias": (True,)}),
     "t5": Family("t5", _t5, {}, {"feed_forward_proj": ("gated-gelu",), "relative_attention_max_distance": (128,),
                                "scale_decoder_outputs": (False,)},
-                 ("num_decoder_layers", "dense_act_fn", "feed_forward_proj"),
-                 twice={"token_embd.weight": "output.weight"}),
+                 twice=OWN_HEAD),
 }  # fmt: skip
 
 
-def family_of(config: Any, field_name: str) -> Family:
-    """The row of a model; raises UserError, naming it, where it has none or is not as llama.cpp expects."""
+def family_of(config: Any, field_name: str, unreadable: bool = False) -> Family:
+    """The row of a model; raises UserError, naming it, where it has none, or (unless `unreadable` files are asked for)
+    where it is not as llama.cpp expects."""
     kind = config.model_type
     family = FAMILIES.get(kind)
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(field_name, kind, "there is no GGUF export for this architecture", f"these can: {known}")
-    if (problem := family.problem(config)) is not None:
+    if not unreadable and (problem := family.problem(config)) is not None:
         raise UserError(field_name, kind, f"{problem}; a GGUF file would give other answers",
-                        "export it as a Hugging Face folder instead")  # fmt: skip
+                        "export it as a Hugging Face folder instead, or pass --allow-unreadable")  # fmt: skip
     return family
+
+
+def window_of(config: Any) -> str | None:
+    """What is to be said of a sliding window that llama.cpp does not apply."""
+    window = getattr(config, "sliding_window", None)
+    if not window or config.model_type not in WINDOWLESS or window >= config.max_position_embeddings:
+        return None
+    return f"its context ends at {window} tokens: the sliding window of the model, which llama.cpp does not apply"
 
 
 def split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ fp32; with 4 and 5 bits the embedding and the head get 8, as their errors touch 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from shardwise.errors import UserError
 from shardwise.export.families import Family, family_of, split_experts
 from shardwise.export.rope import rope_tensors
 from shardwise.export.vocabulary import Vocabulary, vocabulary_of
-from shardwise.models.source import ModelSource, converted_folder
+from shardwise.models.source import ModelSource
 
 KINDS = {  # name → (gguf's tensor type, its name for such files)
     "f32": ("F32", "ALL_F32"),
@@ -65,21 +65,20 @@ class Plan:
     files: dict[str, tuple[str, Path]]  # parameter → its name in a safetensors file
 
 
-def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf") -> Plan:
+def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable: bool = False) -> Plan:
     """Checks that a model can become a GGUF file and decides each tensor; raises UserError, naming what cannot."""
     from shardwise.models.build import build_on_meta
-    from shardwise.models.weights import check_shapes, match_names, tensor_files
+    from shardwise.models.frozen import readable
+    from shardwise.models.stored import tensor_files
+    from shardwise.models.weights import match_names
 
     if kind not in KINDS:
         raise UserError(field, kind, "is not known", f"use one of {', '.join(KINDS)}")
-    family = family_of(source.config, field)
-    model, folder = build_on_meta(source), source.weights
-    assert folder is not None
-    if match_names(model, tensor_files(folder)) is None:
-        folder = converted_folder(source)
-        source = replace(source, weights=folder)
-    check_shapes(model, folder)
-    stored = tensor_files(folder)
+    family = family_of(source.config, field, unreadable)
+    model = build_on_meta(source)
+    source = readable(source, model)
+    assert source.weights is not None
+    stored = tensor_files(source.weights)
     names = match_names(model, stored)
     assert names is not None
     tensors = [

@@ -10,6 +10,9 @@ import torch
 
 from shardwise.errors import UserError
 
+# What llama.cpp takes for granted in these architectures; it has keys for some, which others read.
+YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1,
+        "truncate": True}  # fmt: skip
 FACTORS = {"llama3": ("llama", "mistral"), "longrope": ("phi3",)}  # scalings by tensor, and the models that have them
 
 
@@ -36,13 +39,11 @@ def rope_settings(config: Any) -> dict[str, Any]:
     if kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    if kind == "yarn" and not {"attention_factor", "mscale", "mscale_all_dim"} & {k for k, v in rope.items() if v}:
+    if kind == "yarn" and all(rope.get(key) in (None, usual) for key, usual in YARN.items()):
         return {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rope["factor"]),
             "rope.scaling.original_context_length": int(original or config.max_position_embeddings),
-            "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32),
-            "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1),
         }
     if kind == "longrope" and config.model_type in FACTORS[kind] and original:
         scale = config.max_position_embeddings / original

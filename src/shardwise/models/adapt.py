@@ -17,7 +17,7 @@ from shardwise.data.labels import class_of, collect_labels
 from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.errors import UserError
 from shardwise.models.definition import AttentionPath, path_for
-from shardwise.models.source import ModelSource
+from shardwise.models.source import ModelSource, load_config
 from shardwise.models.tasks import class_names
 
 
@@ -103,6 +103,17 @@ def _on_path(source: ModelSource, path: AttentionPath, say: Callable[[str], None
     if path.slower:
         say(f"attention: eager, which is slower; SDPA would compute something else for {kind} ({path.slower})")
     return replace(source, attention=path.implementation, documents=path.documents)
+
+
+def changed_settings(source: ModelSource) -> dict[str, Any]:
+    """What `adapt_model` set in the config of a model that has files."""
+    if source.origin is None or source.task == "causal":
+        return {}
+    plain = load_config(source.origin, source.label, source.trust_remote_code).to_dict()
+    now = source.config.to_dict()
+    keys = ["pad_token_id", *(["decoder_start_token_id"] if source.task == "seq2seq" else [])]
+    keys += ["id2label", "label2id"] if source.task == "classify" else []
+    return {key: now[key] for key in keys if key in now and now[key] != plain.get(key)}
 
 
 def _with_ends(config: Any, tokenizer: Any, given: dict[str, Any]) -> Any:

@@ -112,8 +112,11 @@ def with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> t
     return model, tokenizer
 
 
-def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
-    """The trained model in fp32, as its checkpoint holds it; what is not in there comes from its base."""
+def from_checkpoint(checkpoint: Path, device: str = "cpu", trust: bool = False) -> Any:
+    """The trained model in fp32, as its checkpoint holds it; what is not in there comes from its base.
+
+    `trust`: code that the model brings may be run.
+    """
     from transformers import AutoConfig
 
     if lacks_base(checkpoint):
@@ -123,9 +126,9 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu") -> Any:
         if (plan := checkpoint_plan(checkpoint)) is not None:
             attach(model, plan)
     else:
-        config = AutoConfig.from_pretrained(checkpoint / MODEL, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(checkpoint / MODEL, trust_remote_code=trust)
         config.use_cache = True
-        model = auto_class(task_of(config)).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model = auto_class(task_of(config)).from_config(config, dtype=torch.float32, trust_remote_code=trust)
         set_path(model, task_of(config))
         names = set(model.state_dict().keys())
     # Tied tensors are stored once; of an adapter run by each of their names.

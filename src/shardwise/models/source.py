@@ -28,7 +28,7 @@ from shardwise.models.heads import head_parameters
 from shardwise.models.tasks import auto_class, check_task, task_of
 
 EMBEDDED = "smollm2-135m-instruct"
-CONVERSION = 2  # raised when converted files change, so that older ones in the cache are not used
+CONVERSION = 3  # raised when converted files change, so that older ones in the cache are not used
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # Config keys that transformers takes and stores under another name.
 RENAMED = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation"}
@@ -50,6 +50,8 @@ class ModelSource:
     task: Task = "causal"
     attention: str = ""
     documents: bool | None = None
+    origin: Path | None = None  # the Hugging Face folder that the weights came from, before any conversion
+    extra: tuple[str, ...] = ()  # tensors in it that the model has no place for
 
     def load_tokenizer(self) -> Any:
         """The tokenizer, fast (offsets are needed to mask exactly)."""
@@ -80,12 +82,18 @@ def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: 
     else:
         name = str(model.name)
         folder = _folder_of(name, model, say)
-        config = _config_of(folder, name, model.trust_remote_code)
+        config = load_config(folder, name, model.trust_remote_code)
         tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
-        source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code)
+        given = None if is_gguf(name) else folder
+        source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code, origin=given)
     source = replace(source, task=task or task_of(source.config))
     check_task(source.config, source.task, source.label)
     return source
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model is one GGUF file, which has no Hugging Face folder."""
+    return name.lower() == EMBEDDED or Path(name).suffix == ".gguf"
 
 
 def _folder_of(name: str, model: Model, say: Callable[[str], None]) -> Path:
@@ -127,7 +135,18 @@ def _embedded_file() -> Path:
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["README.md", "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+    patterns = [
+        "*.md",
+        "*.json",
+        "*.safetensors",
+        "*.jinja",
+        "*.model",
+        "*.tiktoken",
+        "*.txt",
+        "*.py",
+        "LICENSE*",
+        "NOTICE*",
+    ]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
@@ -167,7 +186,8 @@ def config_from(values: dict[str, Any]) -> Any:
         raise UserError("model.config", values, problem, remedy) from None
 
 
-def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
+def load_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
+    """The config of a folder; raises UserError where transformers does not take it."""
     from transformers import AutoConfig
 
     try:
@@ -180,11 +200,17 @@ def _config_of(folder: Path, name: str, trust_remote_code: bool) -> Any:
 
 def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
     def make(folder: Path) -> None:
-        import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from shardwise.models.gguf import load_gguf, unread_tensors
+        from shardwise.models.gguf_rules import READS, meaning, open_gguf
+
         with _reading_gguf(file, field) as where:
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            facts = open_gguf(file)
+            model, _ = load_gguf(file, AutoModelForCausalLM, meaning(facts) if facts.arch in READS else None)
+            # Factors of rotary embeddings have become settings.
+            if lost := [name for name in unread_tensors(model, facts) if not name.startswith("rope_")]:
+                raise ValueError(f"it has no place for {len(lost)} tensors of the file, {lost[0]} among them")
             tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), model.config)
         write_plain(model, folder)
         tokenizer.save_pretrained(folder)
@@ -249,6 +275,7 @@ def converted_folder(source: ModelSource) -> Path:
 
     def make(folder: Path) -> None:
         where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
+        where |= _dequantized(source)
         try:
             with quiet():
                 model, report = auto_class(source.task).from_pretrained(
@@ -268,6 +295,31 @@ def converted_folder(source: ModelSource) -> Path:
 
     task = "" if source.task == "causal" else f"-{source.task}"
     return make_once(cache_root() / "models" / f"{source.weights.name}-{weights_key(source.weights)}{task}", make)
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether the files hold codes and scales: read as they are, they would be other weights."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _dequantized(source: ModelSource) -> dict[str, Any]:
+    """What has transformers load plain floats of quantised files; refuses what it cannot turn back."""
+    if not is_quantized(source.config):
+        return {}
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    given = source.config.quantization_config
+    values = given if isinstance(given, dict) else given.to_dict()
+    method = str(values.get("quant_method"))
+    try:
+        config = AutoQuantizationConfig.from_dict(values)
+    except (ValueError, TypeError, ImportError):
+        config = None
+    if not hasattr(config, "dequantize"):
+        problem = f"its weights are quantised ({method}), which cannot be undone here"
+        raise UserError("model", source.label, problem, "use the model that it was quantised from")
+    config.dequantize = True
+    return {"quantization_config": config}
 
 
 def weights_key(folder: Path) -> str:

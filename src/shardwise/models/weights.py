@@ -5,7 +5,6 @@ With stage 3 no rank ever holds the whole model; what it holds besides its shard
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from shardwise.adapters.layers import is_added
 from shardwise.checkpoint.rows import Rows
 from shardwise.errors import UserError
 from shardwise.models.heads import head_parameters
+from shardwise.models.stored import damaged, tensor_files
 
 PIECE = 64 << 20
 
@@ -43,30 +43,6 @@ def packing_of(model: nn.Module, name: str) -> Packing | None:
     owner, _, leaf = name.rpartition(".")
     packings: Mapping[str, Packing] = getattr(model.get_submodule(owner), "packings", {})
     return packings.get(leaf)
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which safetensors file holds which tensor."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = {k: str(f) for k, f in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError("model", str(index), "is not a valid weight index", "fetch the model again") from None
-        if outside := next((f for f in named.values() if Path(f).name != f), None):
-            problem = f"names a file outside the model's folder ({outside})"
-            raise UserError("model", str(index), problem, "do not use it, or fetch the model again")
-        return {k: folder / f for k, f in named.items()}
-    found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as f:
-                found.update(dict.fromkeys(f.keys(), file))
-        except SafetensorError as error:
-            raise _damaged(file, error) from None
-    return found
 
 
 def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
@@ -120,7 +96,7 @@ def check_shapes(model: nn.Module, folder: Path) -> None:
                     if stored[key] == file:
                         _check_shape(handle.get_slice(key), packing_of(model, name) or tensors[name], name, file)
         except (SafetensorError, OSError) as error:
-            raise _damaged(file, error) from None
+            raise damaged(file, error) from None
 
 
 def _check_shape(stored: Any, target: torch.Tensor | Packing, name: str, file: Path) -> None:
@@ -128,11 +104,6 @@ def _check_shape(stored: Any, target: torch.Tensor | Packing, name: str, file: P
         problem = f"{name} has shape {list(stored.get_shape())}, the config says {list(target.shape)}"
         remedy = "the weights and config.json belong to different models: fetch both again"
         raise UserError("model", str(file), problem, remedy)
-
-
-def _damaged(file: Path, error: Exception) -> UserError:
-    what = f"is damaged ({error})" if file.is_file() else "is missing"
-    return UserError("model", str(file), what, "fetch the file again")
 
 
 @torch.no_grad()

@@ -216,6 +216,8 @@ def print_result(result: Result, job: Job, console: Console | None = None) -> No
         console.print(f"           of {result.exported}, the best by {job.run.checkpoint.best.metric}", highlight=False)
     if result.check:
         console.print(f"  check    {result.check}", highlight=False, markup=False)
+    for note in result.notes:
+        console.print(f"  export   {note}", highlight=False, markup=False)
     if result.foresight:
         console.print(f"  foreseen {result.foresight}", highlight=False, markup=False)
     console.print(f"  curve    {job.output / 'loss.html'}", highlight=False)

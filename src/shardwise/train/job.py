@@ -139,6 +139,7 @@ def prepare_job(
     from shardwise.models.build import build_on_meta
     from shardwise.models.frozen import readable
     from shardwise.models.heads import listed
+    from shardwise.models.origin import counted, origin_of
     from shardwise.models.weights import new_parameters
     from shardwise.zero.disk import check_disk
     from shardwise.zero.policy import disk_bytes
@@ -163,6 +164,12 @@ def prepare_job(
     source = readable(source, model, say)
     if source.weights is not None and (new := new_parameters(model, source.weights)):
         say(listed(new))
+    if (kept := origin_of(source) if source.extra else None) is not None:
+        alone = (
+            counted(list(kept.untouched), "tensor") + " of the source are not trained; exports copy them as they are"
+        )
+        for line in [*([alone] if kept.untouched else []), *kept.notes()]:
+            say(line)
     adapted = apply_method(model, result.run, source.weights)
     check_room(result.run, adapted.trainable, adapted.frozen)
     if (fitting := gate(source, result.run, adapted)) is not result.run:

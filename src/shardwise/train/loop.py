@@ -254,6 +254,7 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     export = job.run.export
     shape = (export.dtype, export.shard_size)
     how: dict[str, Any] = {"overwrite": True, "verified": True, "check": export.check, "most": SOON}
+    how |= {"trust": job.run.model.trust_remote_code}
     exported = export_folder(checkpoint, target, *shape, **how)
     if export.merged:
         exported = export_folder(checkpoint, job.output / "merged", *shape, **how, merged=True)
@@ -262,7 +263,7 @@ def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
     # From the records, not the outcome: a run that was finished before has no losses of its own.
     losses = {record["kind"]: record["loss"] for record in records if "loss" in record}
     summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
-    summary |= {"check": exported.checked}
+    summary |= {"check": exported.checked, "notes": list(exported.notes)}
     summary |= {"foresight": beside_prediction(job.output, job.source.label, records, job.run.train.batch_size)}
     summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
     summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}

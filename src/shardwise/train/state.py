@@ -18,7 +18,9 @@ from shardwise.adapters.export import write_adapter_config
 from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import check_same_data, load_tensors, read_trainer
 from shardwise.data.fingerprint import write_fingerprint
+from shardwise.models.adapt import changed_settings
 from shardwise.models.build import class_name
+from shardwise.models.origin import raw_config, same_class, write_origin
 from shardwise.zero.entries import entries
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.stages import ShardedModel
@@ -73,12 +75,12 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     given, kinds = job.run.model.config, ("bos", "eos", "pad")
     names = [] if given is None else [f"{kind}_token_id" for kind in kinds if f"{kind}_token_id" not in given]
     ids = {name: getattr(job.tokenizer, name) for name in names}
-    dtype = str(getattr(job.source.config, "dtype", None) or torch.float32).removeprefix("torch.")
-    config = model.config.to_dict() | {"architectures": [class_name(model)], "dtype": dtype, "use_cache": True}
+    config = _config(model, job)
     # Not the id for padding: an embedding would leave its row out of further training.
     config |= {name: value for name, value in ids.items() if name != "pad_token_id"}
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
-    original = job.source.weights / "generation_config.json" if job.source.weights is not None else None
+    source = job.source.origin or job.source.weights
+    original = source / "generation_config.json" if source is not None else None
     if original is not None and original.is_file():
         shutil.copy(original, folder)
     elif getattr(model, "generation_config", None) is not None:
@@ -87,7 +89,25 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
         generation.save_pretrained(folder)
     job.tokenizer.save_pretrained(folder)
     write_fingerprint(folder, job.tokenizer)
+    write_origin(folder, job.source, own_tokenizer=job.run.model.tokenizer is None)
     write_adapter_config(folder, model, job)
+
+
+def _config(model: Any, job: Job) -> dict[str, Any]:
+    """The source's own config with what the run changed about the model; nothing that it set for training alone.
+
+    Not `model.config`: building set its type and turned its cache off, and parts note in it how they compute.
+    """
+    name, raw = class_name(model), raw_config(job.source)
+    if raw is None:
+        given = job.run.model.config or {}
+        dtype = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
+        own = {"architectures": [name], "dtype": dtype, "use_cache": bool(given.get("use_cache", True))}
+        return {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"} | own
+    raw.pop("quantization_config", None)
+    if not same_class(job.source, raw) or not raw.get("architectures"):
+        raw["architectures"] = [name]
+    return raw | changed_settings(job.source)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
