@@ -42,6 +42,7 @@ class MicroBatch:
     sources: torch.Tensor | None = None
     source_count: int = 1
     documents: Documents | None = None  # of packed rows
+    filled: torch.Tensor | None = None  # tokens of each row; what comes behind them is padding
 
     def to(self, device: torch.device) -> Self:
         """The same on a device."""

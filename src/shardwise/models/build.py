@@ -6,6 +6,7 @@ units of sharding and of recomputation.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -20,15 +21,18 @@ from shardwise.models.source import ModelSource
 from shardwise.models.tasks import auto_class
 from shardwise.models.weights import fill_local, packing_of
 
+FLAG = "output_router_logits"
+
 
 def build_on_meta(source: ModelSource) -> Any:
     """The model with every parameter on `meta` and ties in place."""
     from accelerate import init_empty_weights
 
+    config = without_recording(source.config)
     try:
         with init_empty_weights(include_buffers=False):
             model = auto_class(source.task).from_config(
-                source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+                config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
             )
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         raise UserError(
@@ -38,6 +42,18 @@ def build_on_meta(source: ModelSource) -> Any:
     model.tie_weights()
     model.config.use_cache = False
     return model
+
+
+def without_recording(config: Any) -> Any:
+    """A config whose model neither hands out router logits nor adds a loss of its own for them: that is ours to do."""
+    parts = (config, config.get_text_config())
+    if not any(getattr(part, FLAG, False) for part in parts):
+        return config
+    changed = copy.deepcopy(config)
+    for part in (changed, changed.get_text_config()):
+        if getattr(part, FLAG, False):
+            setattr(part, FLAG, False)
+    return changed
 
 
 def class_name(model: nn.Module) -> str:

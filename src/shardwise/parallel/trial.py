@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.objectives import Task
 from shardwise.data.layout import IGNORE
+from shardwise.models.build import without_recording
 from shardwise.models.shrink import shrink
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
@@ -48,7 +49,7 @@ class Case:
         """The same on every rank; ready to train."""
         torch.manual_seed(self.seed)
         with quiet():
-            model: Any = auto_class(self.task).from_config(self.config).to(self.dtype)
+            model: Any = auto_class(self.task).from_config(without_recording(self.config)).to(self.dtype)
         model.config.use_cache = False
         if self.dtype is torch.float64:
             model.config._experts_implementation = "eager"  # grouped matmuls know no double precision

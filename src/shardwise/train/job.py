@@ -120,6 +120,7 @@ def prepare_job(
     from shardwise.models.frozen import readable
     from shardwise.models.heads import listed
     from shardwise.models.weights import new_parameters
+    from shardwise.routers.choose import resolve_routers
     from shardwise.zero.disk import check_disk
     from shardwise.zero.policy import disk_bytes
 
@@ -143,6 +144,7 @@ def prepare_job(
     if source.weights is not None and (new := new_parameters(model, source.weights)):
         say(listed(new))
     adapted = apply_method(model, result.run, source.weights)
+    resolve_routers(result, source, model)
     check_room(result.run, adapted.trainable, adapted.frozen)
     if (fitting := gate(source, result.run, adapted)) is not result.run:
         result.put("train.micro_batch_size", fitting.train.micro_batch_size, "the largest that fits")

@@ -18,7 +18,7 @@ from shardwise.adapters.export import write_adapter_config
 from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import check_same_data, load_tensors, read_trainer
 from shardwise.data.fingerprint import write_fingerprint
-from shardwise.models.build import class_name
+from shardwise.models.build import FLAG, class_name
 from shardwise.zero.entries import entries
 from shardwise.zero.offload import OffloadedOptimizer
 from shardwise.zero.stages import ShardedModel
@@ -77,6 +77,7 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     config = model.config.to_dict() | {"architectures": [class_name(model)], "dtype": dtype, "use_cache": True}
     # Not the id for padding: an embedding would leave its row out of further training.
     config |= {name: value for name, value in ids.items() if name != "pad_token_id"}
+    _keep_recording(config, job.source.config.to_dict())
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
     original = job.source.weights / "generation_config.json" if job.source.weights is not None else None
     if original is not None and original.is_file():
@@ -88,6 +89,15 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     job.tokenizer.save_pretrained(folder)
     write_fingerprint(folder, job.tokenizer)
     write_adapter_config(folder, model, job)
+
+
+def _keep_recording(config: dict[str, Any], given: dict[str, Any]) -> None:
+    """Whether router logits are asked for stays as it was: the model that is trained is not asked for any."""
+    for name, value in given.items():
+        if name == FLAG:
+            config[name] = value
+        elif isinstance(value, dict) and isinstance(config.get(name), dict):
+            _keep_recording(config[name], value)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:

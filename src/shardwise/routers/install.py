@@ -1,0 +1,50 @@
+"""Puts the losses and biases of routers in place in a model that is being set up for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.routers.bias import BiasUpdate, find_biases
+from shardwise.routers.choose import choose
+from shardwise.routers.find import routers_of
+from shardwise.routers.losses import Terms
+from shardwise.routers.tokens import Tokens
+from shardwise.routers.watch import RouterLosses
+
+if TYPE_CHECKING:
+    from shardwise.config.schema import Run
+    from shardwise.models.source import ModelSource
+    from shardwise.parallel.expert_loads import ExpertLoads
+    from shardwise.parallel.mesh import World
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a run does with a model's routers: `losses` knows the tokens of each forward, `bias` comes after a step."""
+
+    losses: RouterLosses
+    bias: BiasUpdate | None
+
+
+def install_routers(
+    model: Any, source: ModelSource, run: Run, loads: ExpertLoads | None, world: World
+) -> Routing | None:
+    """Before a model is sharded and compiled, after its axes are in place; None for a dense model."""
+    found = routers_of(source, model)
+    if found is None and loads is None:
+        return None
+    chosen, tokens = choose(run, found, model), Tokens()
+    group = None if world.context is None else world.context.get_group()
+    terms = Terms(chosen.aux_loss, chosen.z_loss, 0 if found is None else found.top_k)
+    sites = {} if found is None else found.modules(model)
+    losses = RouterLosses(sites, terms, run.router.balance, tokens, group)
+    if run.recompute == "full":
+        losses.clear_behind(model)
+    bias = None
+    if loads is not None:
+        loads.tokens = tokens
+        if found is not None and chosen.bias_update:
+            biases = find_biases(model, found.biases, loads)
+            bias = BiasUpdate(biases, loads, world.mesh, chosen.bias_update)
+    return Routing(losses, bias)
