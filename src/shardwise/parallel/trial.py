@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.objectives import Task
 from shardwise.data.layout import IGNORE
+from shardwise.data.loader import MicroBatch
 from shardwise.models.build import without_recording
 from shardwise.models.shrink import shrink
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
+from shardwise.objectives.base import Loss
+
+if TYPE_CHECKING:
+    from shardwise.routers.watch import RouterLosses
 
 ROWS, WIDTH, LONGER = 4, 16, 4
 LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest
@@ -44,6 +49,7 @@ class Case:
     task: Task
     seed: int = 0
     dtype: torch.dtype = torch.float64
+    router: tuple[float, float] = (0.0, 0.0)  # coefficients of the auxiliary loss and the z-loss, where they are tried
 
     def model(self) -> Any:
         """The same on every rank; ready to train."""
@@ -121,9 +127,22 @@ def units_of(labels: torch.Tensor) -> int:
 def alone(case: Case) -> Answer:
     """What one process computes."""
     model, labels = case.model(), case.labels()
+    routers = _routers(model, case, labels)
     loss = mean_loss(model(**case.inputs(), use_cache=False).logits, labels, units_of(labels))
+    if routers is not None:
+        loss = routers.finish(Loss(loss * units_of(labels), loss[None], loss[None]), "").total / units_of(labels)
     loss.backward()
     return Answer(loss.item(), gradients_of(model))
+
+
+def _routers(model: Any, case: Case, labels: torch.Tensor) -> RouterLosses | None:
+    """What watches the routers of a forward over all rows, where their losses are tried."""
+    from shardwise.routers.install import routers_in
+
+    found = routers_in(model, case.config, case.task, *case.router)
+    if found is not None:
+        found.begin(MicroBatch(case.inputs()["input_ids"], labels, None, None))
+    return found
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -96,9 +96,6 @@ def _bias_update(run: Run, found: Routers | None, model: nn.Module, why: dict[st
         if wanted and not biases:
             problem = "this model has no bias that decides which experts are chosen"
             raise UserError("router.bias_update", wanted, problem, "leave it out, or use router.aux_loss")
-        if wanted and adapters:
-            problem = f"{run.method.type} leaves the base as it is, and the bias is part of it"
-            raise UserError("router.bias_update", wanted, problem, "leave it out, or use method: full")
         return wanted
     if not biases:
         return 0.0

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from shardwise.routers.bias import BiasUpdate, find_biases
 from shardwise.routers.choose import choose
-from shardwise.routers.find import routers_of
+from shardwise.routers.find import find_routers, routers_of
 from shardwise.routers.losses import Terms
 from shardwise.routers.tokens import Tokens
 from shardwise.routers.watch import RouterLosses
 
 if TYPE_CHECKING:
+    from shardwise.config.objectives import Task
     from shardwise.config.schema import Run
     from shardwise.models.source import ModelSource
     from shardwise.parallel.expert_loads import ExpertLoads
@@ -25,6 +28,16 @@ class Routing:
 
     losses: RouterLosses
     bias: BiasUpdate | None
+
+
+def routers_in(
+    model: Any, config: Any, task: Task, aux: float, z: float, group: dist.ProcessGroup | None = None
+) -> RouterLosses | None:
+    """What watches the routers of a model, for trials; None where neither loss is asked for."""
+    found = find_routers(config, task) if aux or z else None
+    if found is None:
+        return None
+    return RouterLosses(found.modules(model), Terms(aux, z, found.top_k), group=group)
 
 
 def install_routers(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-NESTED = ("losses", "breakdown")  # mappings of numbers within a record
+NESTED = ("losses", "breakdown", "experts")  # mappings of numbers within a record
 LEFT_OUT = frozenset({"step", "time", "tokens", "supervised_tokens", "eta_seconds", "epoch"})  # of no use as curves
 MOST_NAMES = 200  # of one kind: nobody can tell the lines of thousands of sources apart
 
