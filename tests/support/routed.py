@@ -145,17 +145,18 @@ def definition(run: dict[str, Any], rate: float = 1e-3, aux: float | None = None
 
 
 def trained(run: dict[str, Any], bug: str = "") -> dict[str, Any]:
-    """The same by the real set-up, step by step, as the loop takes them; `bug` is planted (plants.py)."""
+    """The same by the real set-up, step by step, as the loop takes them; `bug` of planted.py is planted."""
     import torch.distributed as dist
 
     from shardwise.optim.schedules import set_rates
     from shardwise.train import loop
     from shardwise.verify.measure import gradients_of, parameters_of
+    from support import planted
 
-    if bug:
-        globals()[bug]()
     parts = parts_of(run)
-    told: dict[str, Any] = {"losses": [], "figures": [], "gradients": {}}
+    if bug:  # not before: the trial at the start would refuse the run
+        getattr(planted, bug)()
+    told: dict[str, Any] = {"losses": [], "figures": [], "loads": [], "gradients": {}}
     settings, world = parts.job.run.train, parts.world
     for step in range(settings.steps):
         loop.seed_step(0, step, world.rank)
@@ -169,6 +170,116 @@ def trained(run: dict[str, Any], bug: str = "") -> dict[str, Any]:
         if step == 0:
             told["gradients"] = {n: g.clone() for n, g in gradients_of(parts) if g is not None}
         parts.update()
+        told["loads"].append(_loads(parts))  # afterwards, as in the loop: it begins to count anew
     told["parameters"] = {n: p.clone() for n, p in parameters_of(parts)}
     told["biases"] = {n: b.detach().clone() for n, b in biases_of(parts.sharded.model).items()}
     return told
+
+
+def _loads(parts: Any) -> dict[str, list[int]]:
+    """Tokens of each expert in this step, over all ranks: as the loop reports them."""
+    records: list[dict[str, Any]] = parts.spread.annotate([{}])
+    return dict(records[0].get("experts", {}).get("tokens", {}))
+
+
+def apart(ours: list[dict[str, Any]], definition: dict[str, Any]) -> dict[str, float]:
+    """How far the ranks' answers are from the definition, at worst: by what `trained` and `definition` tell."""
+    gradients = definition["gradients"]
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    found = {name for one in ours for name in one["gradients"]}
+    assert found == set(gradients), found ^ set(gradients)
+
+    def off(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a - b).abs().max() / (b.abs().max() + 1e-4 * largest))
+
+    def most(key: str, wanted: str) -> float:
+        pairs = [(one[key][n], definition[wanted][n]) for one in ours for n in one[key]]
+        return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+
+    steps = range(len(definition["losses"]))
+    figures = {"aux_loss": "aux", "z_loss": "z"}
+    return {
+        "loss": max(abs(one["losses"][i] - definition["losses"][i]) for one in ours for i in steps),
+        "gradient": max(off(g, gradients[n]) for one in ours for n, g in one["gradients"].items()),
+        "parameter": most("parameters", "parameters"),
+        "bias": most("biases", "biases"),
+        "figure": max((abs(one["figures"][i][f] - definition[figures[f]][i]) for one in ours for i in steps
+                       for f in figures if f in one["figures"][i]), default=0.0),
+        "load": float(max(_load_apart(one["loads"][i], definition["loads"][i]) for one in ours for i in steps)),
+    }  # fmt: skip
+
+
+def _load_apart(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> int:
+    assert set(ours) <= set(theirs) and ours, "loads of no layer"
+    return max(abs(a - b) for name in ours for a, b in zip(ours[name], theirs[name], strict=True))
+
+
+def several(runs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """What functions of this module give for runs, one after the other in the same processes."""
+    return {name: globals()[function](run) for name, (function, run) in runs.items()}
+
+
+def fitted(run: dict[str, Any]) -> dict[str, Any]:
+    """The loop to its end: records, and biases as they are in memory."""
+    from shardwise.observe.metrics import read_metrics
+    from shardwise.train.loop import fit
+
+    parts = parts_of(run)
+    fit(parts)
+    records = read_metrics(Path(run["output"]) / "metrics.jsonl")
+    biases = {n: b.detach().clone() for n, b in biases_of(parts.sharded.model).items()}
+    return {"records": records, "biases": biases, "run": parts.job.run.model_dump(mode="json")}
+
+
+def one_micro_batch(run: dict[str, Any]) -> dict[str, float]:
+    """The first micro-batch's loss per trained token, and the model's own loss of the same padded batch."""
+    from transformers import AutoModelForCausalLM
+
+    parts = parts_of(run)
+    micro = batch_of(parts, 0).micro_batches[0]
+    loss = parts.objective(parts.sharded.model, micro)
+    model: Any = AutoModelForCausalLM.from_pretrained(run["model"], attn_implementation="eager")
+    labels = torch.cat([torch.full_like(micro.labels[:, :1], -100), micro.labels[:, :-1]], 1)  # shifted by the model
+    own = model(input_ids=micro.input_ids, attention_mask=micro.attention_mask, labels=labels)
+    units = int((micro.labels != -100).sum())
+    return {"ours": float(loss.total.detach()) / units, "own": float(own.loss.detach())}
+
+
+def judged_batch(run: dict[str, Any]) -> dict[str, float]:
+    """Of the first micro-batch of pairs: the loss, the objective's, and the routers' by transformers' own code."""
+    from transformers import AutoModelForCausalLM
+
+    parts = parts_of(run)
+    batch = batch_of(parts, 0).micro_batches[0]
+    loss = parts.objective(parts.sharded.model, batch)
+    model: Any = AutoModelForCausalLM.from_pretrained(run["model"], attn_implementation="eager")
+    flat, numbers = batch.input_ids.flatten(), batch.conversations.flatten()
+    each = [model(input_ids=flat[numbers == i][None], output_router_logits=True).aux_loss for i in range(batch.count)]
+    pairs = len(loss.by_source) and float(loss.units.sum())
+    aux = float(sum(float(one.detach()) for one in each)) * pairs / batch.count
+    figures = {name: float(value) for name, value in loss.figures.items()}
+    return {"total": float(loss.total.detach()), "aux": aux, **figures}
+
+
+def own_loop(zero: int, folder: str) -> tuple[list[float], list[float]]:
+    """A user's own loop over a model with routers: its losses, and the auxiliary ones among them."""
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    import shardwise
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    engine = shardwise.initialize(model, None, {"parallel": {"zero": zero}, "learning_rate": 1e-3})
+    losses, aux = [], []
+    for index in range(3):
+        ids = torch.randint(4, 500, (4, 24), generator=torch.Generator().manual_seed(index))
+        mine = ids.chunk(dist.get_world_size())[dist.get_rank()]
+        each = [engine(input_ids=row[None], labels=row[None]) for row in mine]  # one by one: alike on any ranks
+        loss = torch.stack([one.loss for one in each]).mean()
+        engine.backward(loss)
+        engine.step()
+        told = torch.stack([loss.detach(), torch.stack([one.aux_loss for one in each]).mean().detach()])
+        dist.all_reduce(told)
+        losses.append(float(told[0]) / dist.get_world_size())
+        aux.append(float(told[1]) / dist.get_world_size())
+    return losses, aux

@@ -23,9 +23,10 @@ from shardwise.adapters.export import (
 from shardwise.adapters.merge import Merger, find_base
 from shardwise.adapters.peft import CONFIG, is_adapter
 from shardwise.checkpoint.folders import list_checkpoints
-from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole
+from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, read_trainer
 from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.errors import UserError
+from shardwise.parallel.roles import pattern_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Entry = tuple[str, torch.Size, torch.dtype]
@@ -128,11 +129,12 @@ def _write_folder(
     shutil.copytree(checkpoint / MODEL, folder)
     (folder / CONFIG).unlink(missing_ok=True)
     groups = list(_groups(outline, kind, shard_size))
+    fp32 = read_trainer(checkpoint).get("fp32", [])
     weight_map: dict[str, str] = {}
     total = 0
     for number, group in enumerate(groups, 1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        total += _write_group(group, read, folder / name, kind)
+        total += _write_group(group, read, folder / name, kind, fp32)
         weight_map |= dict.fromkeys(group, name)
         say(f"wrote {name}")
     if len(groups) > 1:
@@ -182,13 +184,16 @@ def _groups(outline: Sequence[Entry], kind: torch.dtype, limit: int) -> Iterator
         yield group
 
 
-def _write_group(names: list[str], read: Callable[[str], torch.Tensor], file: Path, kind: torch.dtype) -> int:
+def _write_group(
+    names: list[str], read: Callable[[str], torch.Tensor], file: Path, kind: torch.dtype, fp32: Sequence[str]
+) -> int:
     from safetensors.torch import save_file
 
     tensors = {}
     for name in names:  # one at a time: besides the group only one tensor in its saved type is held
         tensor = read(name)
-        tensors[name] = tensor.to(kind) if tensor.is_floating_point() else tensor
+        stays = not tensor.is_floating_point() or pattern_of(name) in fp32
+        tensors[name] = tensor if stays else tensor.to(kind)
     save_file(tensors, file, metadata={"format": "pt"})
     return sum(t.numel() * t.element_size() for t in tensors.values())
 

@@ -14,7 +14,7 @@ Coefficient = Literal["auto"] | Annotated[Number, Field(ge=0)]
 
 
 class Router(Section):
-    """How the routers of a mixture-of-experts model are balanced; see docs/objectives.md."""
+    """How the routers of a mixture-of-experts model are balanced; see docs/routers.md."""
 
     aux_loss: Coefficient = Field(
         default="auto",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,10 +51,26 @@ def without_recording(config: Any) -> Any:
     if not any(getattr(part, FLAG, False) for part in parts):
         return config
     changed = copy.deepcopy(config)
-    for part in (changed, changed.get_text_config()):
-        if getattr(part, FLAG, False):
-            setattr(part, FLAG, False)
+    _record(changed, False)
     return changed
+
+
+@contextmanager
+def not_recording(model: Any) -> Iterator[None]:
+    """The same for a model that is there already, for a while."""
+    asked = any(getattr(part, FLAG, False) for part in (model.config, model.config.get_text_config()))
+    _record(model.config, False)
+    try:
+        yield
+    finally:
+        if asked:
+            _record(model.config, True)
+
+
+def _record(config: Any, value: bool) -> None:
+    for part in (config, config.get_text_config()):
+        if hasattr(part, FLAG):
+            setattr(part, FLAG, value)
 
 
 def class_name(model: nn.Module) -> str:

@@ -57,6 +57,12 @@ class Spread:
         """What watches the routers of a model that has such."""
         return None if self.routing is None else self.routing.losses
 
+    @property
+    def biases(self) -> list[str]:
+        """Tensors that move without a gradient, as patterns of their names."""
+        bias = None if self.routing is None else self.routing.bias
+        return [] if bias is None else list(bias.patterns)
+
     def after_step(self, taken: torch.Tensor | bool) -> None:
         """What comes after the optimizer's step; `taken`: whether that changed the parameters."""
         if self.routing is not None and self.routing.bias is not None:

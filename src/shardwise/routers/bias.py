@@ -38,10 +38,17 @@ class Bias:
 
 
 class BiasUpdate:
-    """Moves the biases of a model after each step; `mesh`: ranks with other tokens of the same layers."""
+    """Moves the biases of a model after each step; `mesh`: ranks with other tokens of the same layers.
 
-    def __init__(self, biases: Mapping[str, Bias], loads: ExpertLoads, mesh: DeviceMesh, rate: float) -> None:
-        self.biases, self._loads, self._mesh, self.rate = dict(biases), loads, mesh, rate
+    `patterns`: as of `find_biases`.
+    """
+
+    def __init__(
+        self, model: nn.Module, patterns: Mapping[str, str], loads: ExpertLoads, mesh: DeviceMesh, rate: float
+    ) -> None:
+        self.patterns = tuple(patterns.values())
+        self.biases = find_biases(model, patterns, loads)  # of the layers that this rank has
+        self._loads, self._mesh, self._rate = loads, mesh, rate
 
     @torch.no_grad()
     def __call__(self, taken: torch.Tensor | bool = True) -> None:
@@ -55,7 +62,7 @@ class BiasUpdate:
         for bias in self.biases.values():
             tensor = bias.tensor
             load = counts[bias.row, : tensor.numel()].to(tensor.dtype)
-            moved = self.rate * (load.mean() - load).sign()
+            moved = self._rate * (load.mean() - load).sign()
             tensor += (moved if taken is True else moved * taken).view_as(tensor)
 
 

@@ -230,7 +230,8 @@ def _differs(model: Any, case: Case, found: Routers) -> str:
 
 def _answer(model: nn.Module, loss: Any) -> Answer:
     model.zero_grad()
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     found = Answer(float(loss.detach()), gradients_of(model))
     model.zero_grad()
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardwise.routers.bias import BiasUpdate, find_biases
+from shardwise.routers.bias import BiasUpdate
 from shardwise.routers.choose import choose
 from shardwise.routers.find import find_routers, routers_of
 from shardwise.routers.losses import Terms
@@ -40,6 +40,16 @@ def routers_in(
     return RouterLosses(found.modules(model), Terms(aux, z, found.top_k), group=group)
 
 
+def watch_routers(model: Any, source: ModelSource, run: Run) -> RouterLosses | None:
+    """What watches the routers of a model that is evaluated as it is; None where its loss has nothing of them."""
+    found = routers_of(source, model)
+    chosen = choose(run, found, model)
+    if found is None or not (chosen.aux_loss or chosen.z_loss):
+        return None
+    terms = Terms(chosen.aux_loss, chosen.z_loss, found.top_k)
+    return RouterLosses(found.modules(model), terms, run.router.balance)
+
+
 def install_routers(
     model: Any, source: ModelSource, run: Run, loads: ExpertLoads | None, world: World
 ) -> Routing | None:
@@ -58,6 +68,5 @@ def install_routers(
     if loads is not None:
         loads.tokens = tokens
         if found is not None and chosen.bias_update:
-            biases = find_biases(model, found.biases, loads)
-            bias = BiasUpdate(biases, loads, world.mesh, chosen.bias_update)
+            bias = BiasUpdate(model, found.biases, loads, world.mesh, chosen.bias_update)
     return Routing(losses, bias)

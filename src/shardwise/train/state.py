@@ -44,6 +44,7 @@ class Position:
     waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
     apart: dict[str, int] = field(default_factory=dict)  # round of the last meeting, and learned tokens up to it
+    fp32: list[str] = field(default_factory=list)  # tensors, as patterns, that exports keep in fp32
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
         """For trainer.json."""
