@@ -76,7 +76,9 @@ class Trainer:
                 if self._job.run.parallel.beyond_data and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                     from shardwise.parallel.check import check_axes
 
-                    check_axes(self._job.source, self._job.run.parallel, say)
+                    router: Any = self._job.run.router
+                    coefficients = (router.aux_loss, router.z_loss)
+                    check_axes(self._job.source, self._job.run.parallel, say, coefficients)
             except BaseException:
                 self._folder.release()
                 raise

@@ -122,7 +122,7 @@ class Shelf:
         like = like or features
         kind = next((str(one.value) for one in like if one.of == "objective"), "causal")
         model = {"seq2seq": "t5", "masked": "bert", "classify": "judge"}.get(kind, "llama")
-        if f.EXPERT in like:
+        if f.EXPERT in like or f.ROUTER in like:
             model = {"classify": "sorter"}.get(kind, "mixtral")
         defaults = {
             "data.train": self._rows[kind], "data.sequence_length": 160, "data.over_length": "drop",
@@ -137,7 +137,7 @@ class Shelf:
         settings = defaults | settings_of(*features) | {"model.name": str(self.folder / model)}
         if kind == "distill":
             settings["objective.teacher"] = str(self.folder / "teacher")
-        if f.IA3 in features and f.EXPERT in like:
+        if f.IA3 in features and (f.EXPERT in like or f.ROUTER in like):
             settings["method.feedforward"] = []  # a stack of experts is no layer with a name
         if settings.get("parallel.shard") and {f.TENSOR, *f.SCHEDULES} & set(features):
             settings["parallel.shard"] = 1 if f.TENSOR in features and {*f.SCHEDULES} & set(features) else 2

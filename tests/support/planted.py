@@ -149,6 +149,79 @@ def a_message_halved() -> None:
     Mail.send = send  # type: ignore[method-assign]
 
 
+def router_losses_dropped() -> None:
+    """What the model's config asks for is computed and reported, and never differentiated."""
+    from shardwise.routers.watch import RouterLosses
+
+    plain = RouterLosses.finish
+
+    def finish(self: Any, loss: Any, name: str) -> Any:
+        return replace(plain(self, loss, name), total=loss.total)
+
+    RouterLosses.finish = finish  # type: ignore[method-assign]
+
+
+def router_sums_of_one_rank() -> None:
+    """Of sequences that several ranks have parts of, each balances its own part."""
+    from shardwise.routers import watch
+
+    def forward(ctx: Any, table: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.ranks = 2
+        return table.clone()
+
+    watch._Summed.forward = staticmethod(forward)  # type: ignore[assignment, method-assign]
+
+
+def router_sums_of_one_stage() -> None:
+    """The last stage of a pipeline balances its own layers alone."""
+    from shardwise.routers.watch import RouterLosses
+
+    RouterLosses.take = lambda self, sums: None  # type: ignore[method-assign]
+
+
+def loads_counted_again() -> None:
+    """What backward computes again is counted again."""
+    from shardwise.parallel import expert_loads
+
+    def count(counts: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor) -> None:
+        asked = ((chosen < len(counts)) & real[:, None]).to(counts.dtype)
+        counts.scatter_add_(0, chosen.clamp(max=len(counts) - 1).flatten(), asked.flatten())
+
+    expert_loads._count_choices = count  # type: ignore[assignment]
+
+
+def padding_is_routed() -> None:
+    """Padding counts as tokens do."""
+    from shardwise.routers.tokens import Tokens
+
+    Tokens.real = None  # type: ignore[assignment]
+
+
+def bias_of_one_rank() -> None:
+    """Each rank moves the biases by its own tokens."""
+    import torch.distributed as dist
+
+    from shardwise.routers.bias import BiasUpdate
+
+    plain = BiasUpdate.__call__
+
+    def update(self: Any, taken: Any = True) -> None:
+        summing, dist.all_reduce = dist.all_reduce, lambda *args, **kwargs: None
+        try:
+            plain(self, taken)
+        finally:
+            dist.all_reduce = summing
+
+    BiasUpdate.__call__ = update  # type: ignore[method-assign]
+
+
+def bias_never_moves() -> None:
+    """The state of this project before biases were known."""
+    from shardwise.routers.bias import BiasUpdate
+
+    BiasUpdate.__call__ = lambda self, taken=True: None  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     from shardwise.verify import host
 

@@ -16,6 +16,9 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from shardwise.acting import _or_as_written, as_written, compiled
 from shardwise.cache import cache_root
 
+ROUTERS: dict[str, Any] = {
+    "model": {"config": QWEN3_MOE, "tokenizer": "none"}, "router": {"aux_loss": 0.5, "z_loss": 0.1}, "precision": "bf16"
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "fp8": {"precision": "bf16", "fp8": {"recipe": "tensorwise", "least": 16}},
@@ -28,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": "full"},
     "recomputed lightly": {"recompute": "light"},
     "experts": {"model": {"config": QWEN3_MOE, "tokenizer": "none"}, "precision": "bf16"},
+    "routers": ROUTERS,
+    "routers recomputed": ROUTERS | {"recompute": "full"},
 }
 
 

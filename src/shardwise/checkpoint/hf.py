@@ -27,7 +27,7 @@ from shardwise.adapters.export import (
 from shardwise.adapters.merge import Merger, find_base
 from shardwise.adapters.peft import CONFIG, is_adapter
 from shardwise.checkpoint.folders import list_checkpoints
-from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole
+from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, read_trainer
 from shardwise.config.resolve import task_wanted
 from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.errors import RunFailed, UserError
@@ -38,6 +38,7 @@ from shardwise.models.source import ModelSource, find_model, is_gguf, load_confi
 from shardwise.models.stored import INDEX, read_stored
 from shardwise.models.stored import stored_tensors as stored_in
 from shardwise.models.tasks import task_of
+from shardwise.parallel.roles import pattern_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -196,12 +197,14 @@ def _entries(
     types = origin.tensors if origin is not None else {}
     linked = link(model, types or None)
     back, default, result = _Back(linked, read), _config_dtype(checkpoint), []
+    wide = read_trainer(checkpoint).get("fp32", [])  # moved by less than a half precision holds
     for part in sorted(linked.parts, key=lambda one: natural_order(one.writes[0])):
         if not all(name in names for name in part.reads):
             continue  # a buffer that neither the checkpoint nor the base has
         empty = {name: torch.empty(names[name][0], dtype=names[name][1], device="meta") for name in part.reads}
         for name, tensor in linked.back(part, empty).items():
             kind = _kind(tensor.dtype, types.get(name), default, DTYPES.get(dtype))
+            kind = torch.float32 if all(pattern_of(one) in wide for one in part.reads) else kind
             result.append(Entry(name, tensor.shape, kind, partial(back, part, name)))
     if left := names.keys() - {name for part in linked.parts for name in part.reads}:
         raise RunFailed(f"{checkpoint}: {counted(sorted(left), 'trained tensor')} have no place in the exported model")

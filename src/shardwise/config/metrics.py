@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from shardwise.config.section import Clash, Section
 from shardwise.config.units import Number, Whole
 
-LESS, MORE = ("loss", "perplexity", "error"), ("accuracy", "margin", "reward", "f1", "match", "win")
+LESS, MORE = ("loss", "perplexity", "error", "entropy"), ("accuracy", "margin", "reward", "f1", "match", "win")
 
 
 class Metric(Section):

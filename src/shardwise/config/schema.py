@@ -16,6 +16,7 @@ from shardwise.config.log import Log
 from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
 from shardwise.config.objectives import Objective
+from shardwise.config.router import Router
 from shardwise.config.section import Clash, Section
 from shardwise.config.units import (
     Ahead,
@@ -657,6 +658,7 @@ class Run(Section):
         description="of routed experts: auto = sorted rows, neither kept nor scattered; plain = as "
         "transformers does it",
     )
+    router: Router = Field(default=Router(), description="how the routers of a mixture of experts are balanced")
     loss: Literal["auto", "plain"] = Field(
         default="auto",
         description="of next tokens: auto = by pieces, without ever making all logits; plain = from the whole of them",

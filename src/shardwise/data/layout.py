@@ -99,4 +99,5 @@ class CausalLayout:
             sources=torch.from_numpy(sources) if reader.source_count > 1 else None,
             source_count=reader.source_count,
             documents=Documents.of_positions(positions) if reader.packing else None,
+            filled=torch.from_numpy(real.sum(1)),
         )

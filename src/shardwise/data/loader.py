@@ -45,6 +45,7 @@ class MicroBatch:
     source_count: int = 1
     documents: Documents | None = None  # of packed rows
     counts: bool = True
+    filled: torch.Tensor | None = None  # tokens of each row; what comes behind them is padding
 
     def to(self, device: torch.device) -> Self:
         """The same on a device."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shardwise.adapters.apply import Adapted
+from shardwise.config.metrics import LESS
 from shardwise.config.resolve import purpose_of, resolve_machine, resolve_objective
 from shardwise.config.schema import Data, Offload, Parallel, Refine, Run
 from shardwise.data.loader import Loader, make_loader
@@ -25,9 +26,11 @@ from shardwise.evaluate.figures import Figure, Measured, ratio
 from shardwise.evaluate.settings import LossTask
 from shardwise.models.adapt import settle_attention
 from shardwise.models.attention import set_attention
+from shardwise.models.build import not_recording
 from shardwise.models.source import ModelSource
 from shardwise.models.tasks import task_of
 from shardwise.objectives.make import make_objective
+from shardwise.routers.install import watch_routers
 from shardwise.serve.generate import context_length
 from shardwise.train.heldout import evaluation_of, summed_losses
 from shardwise.train.job import Job
@@ -75,7 +78,9 @@ def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, 
     whole: Any = Undivided(model)
     world: Any = Alone(model.device)
     notes: list[str] = []
-    objective = make_objective(job, world, whole, check_documents(whole, vocabulary, job, world.device, notes.append))
+    apart = check_documents(whole, vocabulary, job, world.device, notes.append)
+    routers = watch_routers(model, job.source, job.run)
+    objective = make_objective(job, world, whole, apart, routers=routers)
     micro, parts = int(job.run.train.micro_batch_size), []
     advance = bar(-(-loader.epoch_sequences() // micro))
 
@@ -83,14 +88,17 @@ def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, 
         parts.append(part)
         advance(1)
 
-    with whole.evaluation():
+    with whole.evaluation(), not_recording(model):
         sums = summed_losses(model, objective, loader, micro, model.device, each=each)
+    if routers is not None:
+        routers.remove()
     found = evaluation_of(sums, objective, loader.names)
     columns = np.stack([part.numpy() for part in parts])  # batch, (sum, units), figure
     figures = [replace(_ratio("loss", columns[:, :, 0], more=False), value=found.loss)]
     if (perplexity := found.record.get("perplexity")) is not None:
         figures += [Figure("perplexity", perplexity, count=len(parts), more_is_better=False)]
-    figures += [_ratio(one, columns[:, :, 1 + i]) for i, one in enumerate(objective.figures)]
+    for i, one in enumerate(objective.figures):
+        figures.append(_ratio(one, columns[:, :, 1 + i], more=not any(word in one for word in LESS)))
     first = 1 + len(objective.figures)
     groups = {} if len(loader.names) < 2 else {
         one: _ratio("loss", columns[:, :, first + i], more=False) for i, one in enumerate(loader.names)

@@ -6,8 +6,10 @@ units of sharding and of recomputation.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,15 +23,18 @@ from shardwise.models.source import ModelSource
 from shardwise.models.tasks import auto_class
 from shardwise.models.weights import fill_local, packing_of
 
+FLAG = "output_router_logits"
+
 
 def build_on_meta(source: ModelSource) -> Any:
     """The model with every parameter on `meta` and ties in place."""
     from accelerate import init_empty_weights
 
+    config = without_recording(source.config)
     try:
         with init_empty_weights(include_buffers=False):
             model = built_with(
-                auto_class(source.task), source.config, source.attention or None,
+                auto_class(source.task), config, source.attention or None,
                 dtype=torch.float32, trust_remote_code=source.trust_remote_code,
             )  # fmt: skip
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
@@ -40,6 +45,34 @@ def build_on_meta(source: ModelSource) -> Any:
     model.tie_weights()
     model.config.use_cache = False
     return model
+
+
+def without_recording(config: Any) -> Any:
+    """A config whose model neither hands out router logits nor adds a loss of its own for them: that is ours to do."""
+    parts = (config, config.get_text_config())
+    if not any(getattr(part, FLAG, False) for part in parts):
+        return config
+    changed = copy.deepcopy(config)
+    _record(changed, False)
+    return changed
+
+
+@contextmanager
+def not_recording(model: Any) -> Iterator[None]:
+    """The same for a model that is there already, for a while."""
+    asked = any(getattr(part, FLAG, False) for part in (model.config, model.config.get_text_config()))
+    _record(model.config, False)
+    try:
+        yield
+    finally:
+        if asked:
+            _record(model.config, True)
+
+
+def _record(config: Any, value: bool) -> None:
+    for part in (config, config.get_text_config()):
+        if hasattr(part, FLAG):
+            setattr(part, FLAG, value)
 
 
 def class_name(model: nn.Module) -> str:

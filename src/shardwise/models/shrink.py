@@ -8,7 +8,7 @@ their meanings hardly do.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 WIDTH, HEADS, GROUPS, HEAD, INNER, LAYERS, EXPERTS, VOCABULARY, POSITIONS = 32, 4, 2, 8, 64, 4, 4, 96, 128
@@ -85,6 +85,12 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     (0, ("num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_modules")),
 ]  # fmt: skip
 SIZES = {name: value for value, names in MEANINGS for name in names}
+# How many experts a layer has, and how a token's are chosen among them.
+ROUTING = frozenset((
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_num", "num_experts_per_tok",
+    "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "num_selected_experts", "top_k_experts", "n_group",
+    "topk_group", "zero_expert_num",
+))  # fmt: skip
 DEPTHS = {name for name, size in SIZES.items() if size == LAYERS and "layer" in name}
 DEPTHS |= {"encoder_layers", "num_encoder_layers"}
 OPTIONAL = {  # None is a choice: it stays
@@ -99,13 +105,18 @@ NOISE = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 
-def shrink(config: Any, layers: int = LAYERS) -> Any:
-    """A config of the same class for a model of some ten thousand parameters; `layers` of each kind of stack."""
+def shrink(config: Any, layers: int = LAYERS, keep: Container[str] = ()) -> Any:
+    """A config of the same class for a model of some ten thousand parameters; `layers` of each kind of stack.
+
+    `keep`: sizes that stay as they are.
+    """
     kind = type(config)
     values = {name: value for name, value in _values(config) if not _is_fixed(kind, name)}
     changed: dict[str, Any] = {}
     for name, old in values.items():
-        if name in SIZES:
+        if name in keep and isinstance(old, int):
+            changed[name] = old
+        elif name in SIZES:
             if (old is None and name in OPTIONAL) or isinstance(old, dict):
                 continue
             size = layers if SIZES[name] == LAYERS and "layer" in name else SIZES[name]
@@ -127,7 +138,7 @@ def shrink(config: Any, layers: int = LAYERS) -> Any:
         elif isinstance(old, (list, tuple)) and old and len(old) == _depth(config) and len(old) > 1:
             changed[name] = _kinds(list(old), layers)
     _keep_ratios(config, changed, layers)
-    inner = {name: shrink(getattr(config, name), layers) for name in _inner(config)}
+    inner = {name: shrink(getattr(config, name), layers, keep) for name in _inner(config)}
     made = kind(**{**_switches(config), **{k: v for k, v in changed.items() if v is not None}, **inner})
     made.use_cache = False
     attention: Any = getattr(made, "attn_config", None)

@@ -14,6 +14,7 @@ from shardwise.objectives.seq2seq import Seq2seqObjective
 
 if TYPE_CHECKING:
     from shardwise.parallel.mesh import World
+    from shardwise.routers.watch import RouterLosses
     from shardwise.train.job import Job
     from shardwise.train.selfcheck import Whole
     from shardwise.zero.stages import ShardedModel
@@ -26,11 +27,21 @@ def make_objective(
     apart: bool,
     asked: Whole | None = None,
     say: Callable[[str], None] = lambda _: None,
+    routers: RouterLosses | None = None,
 ) -> Objective:
     """The run's objective over its sharded model; `apart` as the model's check found.
 
-    `asked`: who answers for the model where it cannot be asked itself.
+    `asked`: who answers for the model where it cannot be asked itself. `routers`: watches those of the model.
     """
+    from shardwise.routers.watch import RoutedObjective
+
+    plain = _plain(job, world, sharded, apart, asked, say)
+    return plain if routers is None else RoutedObjective(plain, routers)
+
+
+def _plain(
+    job: Job, world: World, sharded: ShardedModel, apart: bool, asked: Whole | None, say: Callable[[str], None]
+) -> Objective:
     settings: Any = job.run.objective
     match settings.type:
         case "causal":

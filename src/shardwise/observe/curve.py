@@ -16,6 +16,12 @@ from shardwise.observe.metrics import Record
 Series = list[tuple[int, float]]
 
 _TRAIN, _EVAL = "training loss", "evaluation loss"
+PARTS = {  # of a loss that has more in it than one thing
+    "cross_entropy": "Cross-entropy",
+    "loss_objective": "Loss without routers",
+    "aux_loss": "Auxiliary loss of routers",
+    "z_loss": "z-loss of routers",
+}
 _MARKERS, _ASCII_MARKERS = "●◆▲■", "o+x@"
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # dot bits, by row and column of a cell
 
@@ -63,6 +69,8 @@ def write_curve_html(path: Path, records: list[Record], title: str, subtitle: st
         grad_smooth=_smoothed(grad_norm),
         sources=[SourceLines(name, _smoothed(_of_source(records, "train", name)), _of_source(records, "eval", name))
                  for name in _sources(records)],
+        parts=[SourceLines(name, _smoothed(train), _column(records, "eval", key)) for key, name in PARTS.items()
+               if (train := _column(records, "train", key))],
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     # A browser may reload the page while a run rewrites it.

@@ -40,8 +40,13 @@ def render_page(
     grad_norm: Points,
     grad_smooth: Points,
     sources: Sequence[SourceLines] = (),
+    parts: Sequence[SourceLines] = (),
 ) -> str:
-    """Returns the whole page as text; every line is a list of (step, value) in order, NaN for a gap."""
+    """Returns the whole page as text; every line is a list of (step, value) in order, NaN for a gap.
+
+    `parts`: of the loss, each with a chart of its own.
+    """
+    parts = [SourceLines(p.name, _thinned(p.training), p.evaluation) for p in parts]
     sources = [SourceLines(s.name, _thinned(s.training), s.evaluation) for s in sources]
     every = [step for points in (loss, evaluation, learning_rate, grad_norm) for step, _ in points]
     steps = (min(every), max(every)) if every else (0, 0)
@@ -56,7 +61,7 @@ def render_page(
     norms = [("grad raw", thin["grad"]), ("grad", _thinned(grad_smooth))]
     data = json.dumps(
         {key: _pairs(points) for key, points in thin.items()}
-        | {"sources": [[text, _pairs(points)] for _, text, points in _source_lines(sources)]}
+        | {"sources": [[text, _pairs(points)] for _, text, points in _source_lines([*sources, *parts])]}
     )
     return _PAGE.substitute(
         title=escape(title),
@@ -71,9 +76,10 @@ def render_page(
         legend=_legend(bool(loss), bool(evaluation)),
         loss=_panel("Loss by step", losses, steps, (920, 360), "wide"),
         sources=_source_card(thin["smooth"], sources, steps),
+        parts=_part_cards(parts, steps),
         lr=_panel("Learning rate by step", [("lr", thin["lr"])], steps, (452, 170), "from-zero"),
         grad=_panel("Gradient norm by step", norms, steps, (452, 170), "from-zero"),
-        table=_table(loss, evaluation, learning_rate, grad_norm, sources),
+        table=_table(loss, evaluation, learning_rate, grad_norm, [*sources, *parts]),
         data=data.replace("<", "\\u003c"),  # nothing inside may end the script element
     )
 
@@ -102,6 +108,18 @@ def _source_card(total: list[tuple[int, float]], sources: Sequence[SourceLines],
     chart = _panel("Loss by source and step", lines, steps, (920, 320), "wide")
     head = f'<div class="head"><h2>Loss by source</h2><div class="legend">{legend}</div></div>'
     return f'<section class="card">{head}{chart}</section>'
+
+
+def _part_cards(parts: Sequence[SourceLines], steps: tuple[int, int]) -> str:
+    """A small chart for each part of the loss; nothing where it is but one thing."""
+    cards = "".join(
+        f'<section class="card"><div class="head"><h2>{escape(part.name)}</h2></div>'
+        + _panel(f"{part.name} by step", [("smooth", list(part.training)), ("eval", list(part.evaluation))], steps,
+                 (452, 170), "part")
+        + "</section>"
+        for part in parts
+    )  # fmt: skip
+    return f'<div class="row">{cards}</div>' if cards else ""
 
 
 def _or_none(value: float) -> float | None:
@@ -338,6 +356,7 @@ $subtitle
 $warning
 <section class="card"><div class="head"><h2>Loss</h2><div class="legend">$legend</div></div>$loss</section>
 $sources
+$parts
 <div class="row">
 <section class="card"><div class="head"><h2>Learning rate</h2></div>$lr</section>
 <section class="card"><div class="head"><h2>Gradient norm</h2></div>$grad</section>

@@ -272,4 +272,7 @@ _COLUMNS = (
     _Column("memory_bytes", 8, 5, "", " GiB", _gibibytes),
     _Column("elapsed_seconds", 9, 6, "elapsed ", "", _duration),
     _Column("eta_seconds", 2, 6, "ETA ", "", _duration),
+    _Column("cross_entropy", 10, 6, "entropy ", "", _six),
+    _Column("aux_loss", 11, 6, "aux ", "", _six),
+    _Column("z_loss", 12, 6, "z ", "", _six),
 )

@@ -6,7 +6,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
-_FIGURES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes", "perplexity")
+_FIGURES = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes", "perplexity", "cross_entropy",
+    "aux_loss", "z_loss",
+)  # fmt: skip
 
 
 class Tables:

@@ -35,6 +35,13 @@ class LossScaler(torch.amp.GradScaler):
         for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
+    def taken(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | bool:
+        """After `step`, before `update`: whether it changed anything, as 0 or 1 on the device; True without scaling."""
+        if not self._enabled:
+            return True
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        return (torch.stack([inf.reshape(()) for inf in found]).sum() == 0).float()
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """After `step`: adapts the scale to whether this step overflowed on any rank."""
         assert new_scale is None, "the scale follows loss_scale"

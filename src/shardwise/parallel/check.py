@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,17 @@ def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
     return Parallel(zero=parallel.zero, **small), inner * (2 if lonely else 1)
 
 
-def check_axes(source: ModelSource, parallel: Parallel, say: Callable[[str], None] = lambda _: None) -> None:
-    """Refuses axes that would not compute what one process computes."""
+def check_axes(
+    source: ModelSource,
+    parallel: Parallel,
+    say: Callable[[str], None] = lambda _: None,
+    router: tuple[float, float] = (0.0, 0.0),
+) -> None:
+    """Refuses axes that would not compute what one process computes; `router` as of Case."""
     from shardwise.parallel.trial import tiny_case
 
     small, ranks = small_settings(parallel)
-    axes, case = axes_used(parallel), tiny_case(source)
+    axes, case = axes_used(parallel), replace(tiny_case(source), router=router)
     remembered = cache_root() / "axes" / f"{_key(case, small)}.json"
     if remembered.is_file():
         found = json.loads(remembered.read_text())
@@ -88,7 +94,7 @@ def _key(case: Case, small: Parallel) -> str:
 
     config = case.config
     told = [FORMAT, type(config).__module__, config.to_json_string(), case.task, small.model_dump_json()]
-    told += [torch.__version__, transformers.__version__, shardwise.__version__]
+    told += [str(case.router), torch.__version__, transformers.__version__, shardwise.__version__]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
 
 

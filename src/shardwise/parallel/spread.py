@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardwise.parallel.pipeline.run import Pipeline
     from shardwise.parallel.pipeline.stage import Stages
     from shardwise.parallel.tensor import TensorParallel
+    from shardwise.routers.install import Routing
+    from shardwise.routers.watch import RouterLosses
     from shardwise.zero.stages import ShardedModel
 
 EVALUATED = 2  # micro-batches per stage that go through a pipeline together when there is no backward
@@ -42,12 +44,29 @@ class Spread:
     stages: Stages | None = None
     pipeline: Pipeline | None = None
     loads: ExpertLoads | None = None
+    routing: Routing | None = None
     tiny: Any = None  # a model of the same class that runs in one process, for questions about its structure
 
     def take(self, sharded: ShardedModel) -> None:
         """After sharding: how many ranks hold each part of a parameter, so that a norm counts it once."""
         shared = self.stages.shared if self.stages is not None else {}
         sharded.copies = {n: _copies(p) * len(shared.get(n, (0,))) for n, p in sharded.parameters.items()}
+
+    @property
+    def router_losses(self) -> RouterLosses | None:
+        """What watches the routers of a model that has such."""
+        return None if self.routing is None else self.routing.losses
+
+    @property
+    def biases(self) -> list[str]:
+        """Tensors that move without a gradient, as patterns of their names."""
+        bias = None if self.routing is None else self.routing.bias
+        return [] if bias is None else list(bias.patterns)
+
+    def after_step(self, taken: torch.Tensor | bool) -> None:
+        """What comes after the optimizer's step; `taken`: whether that changed the parameters."""
+        if self.routing is not None and self.routing.bias is not None:
+            self.routing.bias(taken)
 
     @property
     def counts(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,16 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.config.objectives import Task
 from shardwise.data.layout import IGNORE
+from shardwise.data.loader import MicroBatch
 from shardwise.models.attention import built_with
+from shardwise.models.build import without_recording
 from shardwise.models.shrink import shrink
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
+from shardwise.objectives.base import Loss
+
+if TYPE_CHECKING:
+    from shardwise.routers.watch import RouterLosses
 
 ROWS, WIDTH, LONGER = 4, 16, 4
 LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest
@@ -56,13 +62,14 @@ class Case:
     seed: int = 0
     dtype: torch.dtype = torch.float64
     attention: str = ""  # transformers' name for it; empty: its own choice
+    router: tuple[float, float] = (0.0, 0.0)  # coefficients of the auxiliary loss and the z-loss, where they are tried
 
     def model(self, attention: str = "") -> Any:
         """The same on every rank; ready to train. `attention`: another than the case's."""
         torch.manual_seed(self.seed)
         with quiet():
             kind, name = auto_class(self.task), attention or self.attention or None
-            model: Any = built_with(kind, self.config, name).to(self.dtype)
+            model: Any = built_with(kind, without_recording(self.config), name).to(self.dtype)
         model.config.use_cache = False
         if self.dtype is torch.float64:
             model.config._experts_implementation = "eager"  # grouped matmuls know no double precision
@@ -157,19 +164,38 @@ def alone(case: Case) -> Answer:
     """What one process computes by the model's definition (models/definition.py): eager attention, row by row."""
     inputs, labels = case.inputs(), case.labels()
     rows = [{name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))]
+    model = case.model(attention="eager")
+    routers = _routers(model, case)
     with DoubleSoftmax():
-        return summed(case.model(attention="eager"), zip(rows, labels.split(1), strict=True), units_of(labels))
+        return summed(model, zip(rows, labels.split(1), strict=True), units_of(labels), routers)
 
 
-def summed(model: Any, documents: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]], units: int) -> Answer:
+def summed(
+    model: Any,
+    documents: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
+    units: int,
+    routers: RouterLosses | None = None,
+) -> Answer:
     """The mean loss over documents that are given one at a time, and its gradients."""
     losses = []
     for inputs, labels in documents:
         ones = torch.ones_like(inputs["input_ids"])
-        losses.append(mean_loss(model(**inputs, attention_mask=ones, use_cache=False).logits, labels, units))
+        if routers is not None:
+            routers.begin(MicroBatch(inputs["input_ids"], labels, None, None))
+        loss = mean_loss(model(**inputs, attention_mask=ones, use_cache=False).logits, labels, units)
+        if routers is not None:
+            loss = routers.finish(Loss(loss * units, loss[None], loss[None]), "").total / units
+        losses.append(loss)
     loss = torch.stack(losses).sum()
     loss.backward()
     return Answer(loss.item(), gradients_of(model))
+
+
+def _routers(model: Any, case: Case) -> RouterLosses | None:
+    """What watches the routers of a model, where their losses are tried."""
+    from shardwise.routers.install import routers_in
+
+    return routers_in(model, case.config, case.task, *case.router)
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,6 +16,8 @@ from shardwise.objectives.causal import CausalObjective
 from shardwise.parallel.apply import divide
 from shardwise.parallel.mesh import World
 from shardwise.parallel.trial import Answer, Case, gradients_of, units_of
+from shardwise.routers.install import routers_in
+from shardwise.routers.watch import RoutedObjective
 from shardwise.zero.stages import ShardedModel, shard_experts, shard_model
 
 MICRO = 2  # rows of a micro-batch
@@ -51,6 +53,11 @@ def try_axes(case: Case, parallel: Parallel, world: World) -> Answer:
     inputs, labels = case.inputs(), case.labels()
     scale = sharded.data_parallel_size / units_of(labels)
     objective: Objective = CausalObjective(model) if case.task == "causal" else _Rows(inputs)
+    group = None if world.context is None else world.context.get_group()
+    if (routers := routers_in(model, case.config, case.task, *case.router, group)) is not None:
+        objective = RoutedObjective(objective, routers)
+        if spread.stages is not None:
+            spread.stages.carried = routers
     each = MICRO if len(labels) // MICRO >= world.layout.data else 1
     starts = range(world.place.data * each, len(labels), each * world.layout.data)
     batches = [_batch(case, inputs, labels, slice(at, at + each)) for at in starts]

@@ -146,7 +146,7 @@ def set_up(
     with acting("cpu"):
         vocabulary = asked.model.get_input_embeddings().num_embeddings
         apart = check_documents(asked, vocabulary, job, asked.device, say)
-        objective = make_objective(job, world, sharded, apart, asked, say)
+        objective = make_objective(job, world, sharded, apart, asked, say, spread.router_losses)
     with fake or nullcontext():
         disk: Any = NoDisk() if fake is not None else DiskFolder(job.offload_folder, world.rank, world.size)
         optimizer = build_optimizer(job, world, sharded, disk)
@@ -154,7 +154,9 @@ def set_up(
         _share_for_real(spread, fake)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
-    update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates)
+    update = Update(
+        sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, then=spread.after_step
+    )  # fmt: skip
     return Parts(sharded, spread, objective, scaler, update, world, _OneSource()), optimizer
 
 

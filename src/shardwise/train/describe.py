@@ -25,6 +25,7 @@ from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.mesh import Layout, layout_of
 from shardwise.parallel.picture import axis_lines, picture
 from shardwise.parallel.pipeline.schedule import bubble, schedule_of, simulate
+from shardwise.routers.choose import chosen_in, told
 from shardwise.zero.plusplus import describe_collectives
 from shardwise.zero.policy import float8_gathers, held_by_place
 from shardwise.zero.stages import unmanaged
@@ -92,6 +93,8 @@ def print_plan(job: Job, console: Console | None = None) -> None:
         table.add_row(title, words)
     if (aim := _aim(job)) is not None:
         table.add_row("objective", aim)
+    if routers := told(chosen_in(run, job.reasons), run.router.balance):
+        table.add_row("routers", routers)
     for words in _data_lines(job):
         table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
     packed = " (packed)" if run.data.packing else ""

@@ -77,7 +77,9 @@ def evaluation_of(sums: torch.Tensor, objective: Objective, names: list[str]) ->
     """Means from the sums of all ranks."""
     (total, *others), (units, *counts) = sums.tolist()
     loss, figures = total / max(units, 1), objective.figures
-    told = {"perplexity": math.exp(min(loss, 50))} if objective.of_tokens else {}
-    told |= {name: value / max(units, 1) for name, value in zip(figures, others, strict=False)}
+    means = {name: value / max(units, 1) for name, value in zip(figures, others, strict=False)}
+    # Of the tokens alone: the loss may have more in it (routers').
+    told = {"perplexity": math.exp(min(means.get("cross_entropy", loss), 50))} if objective.of_tokens else {}
+    told |= means
     told |= told_by_source(names, others[len(figures) :], [int(n) for n in counts[len(figures) :]])
     return Evaluation(loss, told)

@@ -141,6 +141,7 @@ def prepare_job(
     from shardwise.models.heads import listed
     from shardwise.models.origin import counted, origin_of
     from shardwise.models.weights import new_parameters
+    from shardwise.routers.choose import resolve_routers
     from shardwise.zero.disk import check_disk
     from shardwise.zero.policy import disk_bytes
 
@@ -171,6 +172,7 @@ def prepare_job(
         for line in [*([alone] if kept.untouched else []), *kept.notes()]:
             say(line)
     adapted = apply_method(model, result.run, source.weights)
+    resolve_routers(result, source, model)
     check_room(result.run, adapted.trainable, adapted.frozen)
     if (fitting := gate(source, result.run, adapted)) is not result.run:
         result.put("train.micro_batch_size", fitting.train.micro_batch_size, "the largest that fits")
@@ -209,7 +211,7 @@ def _never_full(run: Run, sequences: int, micro_given: bool) -> str:
         remedy += " train.micro_batch_size=1"
     if run.data.packing:
         remedy += ", or data.packing=false (a sequence for each document)"
-    packed = "packed " * run.data.packing
+    packed = "packed " * bool(run.data.packing)
     return (
         f"an epoch has {counted(sequences, f'{packed}sequence', f'{packed}sequences')}, fewer than train.batch_size "
         f"{run.train.batch_size}: it is one step of {sequences}\n    → for full steps: {remedy}"

@@ -242,6 +242,7 @@ def _state(parts: Parts) -> tuple[Job, dict[str, Any], dict[str, Any], str]:
     position, job = parts.position, parts.job
     position.seconds = parts.meter.seconds
     position.scaler = parts.scaler.state_dict()
+    position.fp32 = parts.spread.biases
     tensors = tensors_of(parts.sharded, parts.optimizer)
     return job, tensors, position.to_json(job.data.fingerprint), job.run.model_dump_json(indent=1)
 

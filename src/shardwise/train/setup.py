@@ -46,6 +46,7 @@ from shardwise.parallel.expert import count_loads
 from shardwise.parallel.mesh import World
 from shardwise.parallel.spread import Spread
 from shardwise.parallel.trial import tiny_case
+from shardwise.routers.install import install_routers
 from shardwise.train.describe import changed_settings
 from shardwise.train.job import Job
 from shardwise.train.meter import Meter
@@ -127,6 +128,9 @@ def build_model(
         small = case.model().float()
         tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compiled)
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model, world.device)
+    spread.routing = install_routers(model, source, run, spread.loads, world)
+    if spread.stages is not None and spread.routing is not None:
+        spread.stages.carried = spread.routing.losses
     kept = recompute_blocks(run, blocks[: run.recompute_blocks], timer) if run.recompute == "full" else None
     if run.compiled:
         failures: list[str] = []
@@ -262,10 +266,12 @@ def build_parts(
         store.settle()
         copies.settle()
 
-    update = Update(sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, settle)
+    update = Update(
+        sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, settle, spread.after_step
+    )  # fmt: skip
     loader = job.loader()
     with as_written(run.compiled):
-        objective = make_objective(job, world, sharded, apart, asked, say)
+        objective = make_objective(job, world, sharded, apart, asked, say, spread.router_losses)
     meter = _meter(job, world, sharded, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
     return Parts(

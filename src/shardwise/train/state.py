@@ -19,7 +19,7 @@ from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import check_same_data, load_tensors, read_trainer
 from shardwise.data.fingerprint import write_fingerprint
 from shardwise.models.adapt import changed_settings
-from shardwise.models.build import class_name
+from shardwise.models.build import FLAG, class_name
 from shardwise.models.origin import raw_config, same_class, write_origin
 from shardwise.zero.entries import entries
 from shardwise.zero.offload import OffloadedOptimizer
@@ -46,6 +46,7 @@ class Position:
     waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
     apart: dict[str, int] = field(default_factory=dict)  # round of the last meeting, and learned tokens up to it
+    fp32: list[str] = field(default_factory=list)  # tensors, as patterns, that exports keep in fp32
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
         """For trainer.json."""
@@ -78,6 +79,7 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     config = _config(model, job)
     # Not the id for padding: an embedding would leave its row out of further training.
     config |= {name: value for name, value in ids.items() if name != "pad_token_id"}
+    _keep_recording(config, job.source.config.to_dict())
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
     source = job.source.origin or job.source.weights
     original = source / "generation_config.json" if source is not None else None
@@ -108,6 +110,15 @@ def _config(model: Any, job: Job) -> dict[str, Any]:
     if not same_class(job.source, raw) or not raw.get("architectures"):
         raw["architectures"] = [name]
     return raw | changed_settings(job.source)
+
+
+def _keep_recording(config: dict[str, Any], given: dict[str, Any]) -> None:
+    """Whether router logits are asked for stays as it was: the model that is trained is not asked for any."""
+    for name, value in given.items():
+        if name == FLAG:
+            config[name] = value
+        elif isinstance(value, dict) and isinstance(config.get(name), dict):
+            _keep_recording(config[name], value)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -175,6 +175,9 @@ def _base(
         "steps": 2, "epochs": None, "batch_size": plan.rows, "schedule": "constant", "warmup": 0, "eval_every": None,
         "stop_early": None, "in_backward": False,
     }  # fmt: skip
+    if run.router.balance != "document":
+        values["router"] |= {"balance": "document"}
+        notes.append("routers are balanced by document: by micro-batch depends on how the batch is split")
     if isinstance(run.method, Lora):
         values["method"] |= {"dropout": 0.0}
     if not isinstance(run.method, Full):

@@ -74,6 +74,10 @@ def _compare(parts: Parts, reference: Reference, bounds: Bounds) -> tuple[Differ
         total = float(parts.update())
         if step == 0:
             norm = relative(total, told["norm"])
+            if bounds.update is not None:
+                for name, apart in _biases_apart(parts, reference):
+                    if not apart <= update:
+                        moved, update = name, apart
             if bounds.update is not None and "after" in told:
                 rate = parts.job.run.train.learning_rate
                 for name, ours in parameters_of(parts):
@@ -90,6 +94,15 @@ def _compare(parts: Parts, reference: Reference, bounds: Bounds) -> tuple[Differ
     ), names  # fmt: skip
 
 
+def _biases_apart(parts: Parts, reference: Reference) -> Iterator[tuple[str, float]]:
+    """How far each bias of the layers that this rank has is off, as a share of what a step moves it by."""
+    own, rate = dict(parts.sharded.model.named_buffers()), parts.job.run.router.bias_update
+    for name in reference.told.get("biases", ()):
+        if name in own:
+            off = float((own[name].float().cpu() - reference.parameter(name)).abs().max())
+            yield name, off / (float(rate) if rate != "auto" and rate else 1e-3)
+
+
 def _finite(value: float) -> float:
     return value if value == value else float("inf")
 
@@ -102,6 +115,9 @@ def _own_answer(parts: Parts, file: Path) -> dict[str, Any]:
     gradients |= {n: g.clone() for n, g in gradients_of(parts) if g is not None}
     told |= {"norm": float(parts.update())}
     parameters = {n: p.clone() for n, p in parameters_of(parts)}
+    if (routing := parts.spread.routing) is not None and routing.bias is not None:
+        told["biases"] = list(routing.bias.biases)
+        parameters |= {n: bias.tensor.clone() for n, bias in routing.bias.biases.items()}
     told |= {"after": _forward_and_backward(parts, 1)}
     write_reference(file, gradients, parameters, told)
     return told

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.verify.compare import write_reference
+from shardwise.verify.plain_routers import OwnRouters
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 2  # the second shows that the first one's update arrived
@@ -27,6 +28,7 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
     model = _model(work).to(device)
     trained = _trained(model, work)
     called = _in_half(model, HALVES[work["precision"]]) if work["precision"] in HALVES else model
+    routers = OwnRouters(model, work["routers"])
     documents = torch.load(work["documents"], weights_only=True)
     count = sum(_learned(one, work["task"]) for one in documents)
     optimizer = torch.optim.AdamW(
@@ -43,9 +45,13 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
         total = 0.0
         for document in documents:
             if _learned(document, work["task"]):
-                loss = _summed_loss(called, document, work["task"], device) / count
+                loss = _summed_loss(called, document, work["task"], device, routers) / count
                 loss.backward()
                 total += loss.item()
+            elif routers.rate:  # its tokens are routed too
+                with torch.no_grad():
+                    ids = document["ids"][None].to(device)
+                    called(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         norm = sum(float(p.grad.double().square().sum()) for p in trained.values() if p.grad is not None) ** 0.5
         told |= {"loss" if step == 0 else "after": total, "norm" if step == 0 else "after_norm": norm}
         if step == 0:
@@ -54,11 +60,13 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(trained.values(), work["clip"])
         optimizer.step()
         optimizer.zero_grad()
+        biases = routers.update()
         if step == 0:
-            parameters = {n: p.detach().clone() for n, p in trained.items()}
+            parameters = {n: p.detach().clone() for n, p in trained.items()} | biases
+            told["biases"] = list(biases)
     if not work["steps_like_ours"]:  # another optimizer: the gradients are to be compared, what becomes of them is not
         told.pop("after")
-        parameters = {}
+        parameters = {name: parameters[name] for name in told["biases"]}
     write_reference(Path(work["answer"]), gradients, parameters, told)
     return told
 
@@ -122,10 +130,15 @@ def _learned(document: dict[str, torch.Tensor], task: str) -> int:
     return int((document["labels"] != -100).sum())
 
 
-def _summed_loss(model: Any, document: dict[str, torch.Tensor], task: str, device: torch.device) -> torch.Tensor:
-    """-log p of everything that is learned of one document, summed."""
+def _summed_loss(
+    model: Any, document: dict[str, torch.Tensor], task: str, device: torch.device, routers: OwnRouters
+) -> torch.Tensor:
+    """-log p of everything that is learned of one document, summed; where routers add to it, the model's own loss."""
     ids = document["ids"][None].to(device)
     more = {"token_type_ids": document["types"][None].to(device)} if "types" in document else {}
+    if task == "causal" and routers.active:
+        labels = ids.masked_fill(~document["learned"][None].to(device), -100)
+        return routers.loss(model, ids, labels) * _learned(document, task)
     if task == "causal":
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
         learned = document["learned"][1:].to(device)

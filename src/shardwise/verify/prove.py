@@ -69,6 +69,8 @@ class Prover:
         run = job.run
         task = run.objective.type  # type: ignore[union-attr]
         self.plain = task in PLAIN_TASKS and (isinstance(run.method, Full) or self.adapter is not None)
+        if task != "causal" and (run.router.aux_loss or run.router.z_loss):
+            self.plain = False  # the reference knows the routers of causal models alone
         job = self._job(first.settings)
         packed = any(claim.name == PACKING for claim in self.plan.claims)
         batches = {
@@ -168,6 +170,7 @@ class Prover:
             "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.clip,
             "weight_decay": train.weight_decay, "decay_norms": train.decay_norms,
             "steps_like_ours": train.optimizer == "adamw" and train.optimizer_state == "fp32",
+            "routers": _routers(self.base, job),
         }  # fmt: skip
 
     def _answer(self, name: str) -> Path:
@@ -225,6 +228,27 @@ class _AlreadyWorded(UserError):
 
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name)
+
+
+def _routers(base: dict[str, Any], job: Job) -> dict[str, Any]:
+    """What the reference is to know of routers: the run's own settings, and the names of biases and their experts."""
+    from shardwise.adapters.apply import apply_method
+    from shardwise.models.build import build_on_meta
+    from shardwise.parallel.expert import count_loads
+    from shardwise.routers.bias import find_biases
+    from shardwise.routers.find import routers_of
+
+    model = build_on_meta(job.source)
+    apply_method(model, job.run, job.source.weights)
+    found, loads = routers_of(job.source, model), count_loads(model, torch.device("cpu"))
+    biases = {} if found is None or loads is None else find_biases(model, found.biases, loads)
+    names = {name: loads.layers[bias.row] for name, bias in biases.items()} if loads is not None else {}
+    asked = base.get("router") or {}
+    return {
+        "aux_loss": asked.get("aux_loss", "auto"), "z_loss": asked.get("z_loss", "auto"),
+        "bias_update": job.run.router.bias_update, "biases": names if job.run.router.bias_update else {},
+        "top_k": 0 if found is None else found.top_k,
+    }  # fmt: skip
 
 
 def _trained(job: Job) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import UserError
-from shardwise.models.build import build_on_meta
+from shardwise.models.build import build_on_meta, find_blocks
 from shardwise.models.shrink import POSITIONS, SIZES, SPECIAL, VOCABULARY, first_layers, shrink, with_low_caps
 from shardwise.models.source import ModelSource, quiet
 from shardwise.models.tasks import auto_class
@@ -60,7 +60,7 @@ def make_model(source: ModelSource, folder: Path, room: Room, layers: int | None
     """Writes the folder; `stages` of a pipeline need at least as many layers."""
     if full:
         return _whole(source, folder, room)
-    depth = max(layers or max(LAYERS, kinds_within(source.config)), stages)
+    depth = max(layers or max(LAYERS, kinds_within(source.config), kinds_of_blocks(source)), stages)
     real = replace(source, config=fewer_layers(source.config, depth))
     count = _count(real)
     if room.holds(count):
@@ -104,6 +104,16 @@ def kinds_within(config: Any) -> int:
     """As many layers as it takes for each kind of them to be there."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     last = max((list(kinds).index(kind) for kind in set(kinds)), default=0)
+    return min(last + 1, MOST_LAYERS)
+
+
+def kinds_of_blocks(source: ModelSource) -> int:
+    """As many layers as it takes for each kind of block to be there: dense ones may come before those with experts."""
+    stacks: dict[str, list[Any]] = {}
+    for name, block in find_blocks(build_on_meta(source)):
+        shapes = tuple((key, parameter.shape) for key, parameter in block.named_parameters())
+        stacks.setdefault(name.rpartition(".")[0], []).append(shapes)
+    last = max((kinds.index(kind) for kinds in stacks.values() for kind in kinds), default=0)
     return min(last + 1, MOST_LAYERS)
 
 

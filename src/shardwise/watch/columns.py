@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-NESTED = ("losses", "breakdown")  # mappings of numbers within a record
+NESTED = ("losses", "breakdown", "experts")  # mappings of numbers within a record
 LEFT_OUT = frozenset(  # of no use as curves
     {"step", "time", "sequences", "tokens", "supervised_tokens", "eta_seconds", "epoch"}
 )

@@ -13,6 +13,9 @@ STATES = ("starting", "running", "finished", "failed", "stopped", "silent")
 TRAIN = {  # name of ours → its key in a training record and what it is
     "step": ("step", "steps done"),
     "loss": ("loss", "training loss of the last step"),
+    "cross_entropy": ("cross_entropy", "cross-entropy of the last step, where the loss has more in it"),
+    "aux_loss": ("aux_loss", "auxiliary loss of routers of the last step, without its coefficient"),
+    "z_loss": ("z_loss", "z-loss of routers of the last step, without its coefficient"),
     "learning_rate": ("learning_rate", "learning rate of the last step"),
     "grad_norm": ("grad_norm", "gradient norm of the last step"),
     "tokens_per_second": ("tokens_per_second", "tokens of all ranks"),
@@ -53,6 +56,10 @@ def exposition(runs: Iterable[RunFolder]) -> str:
         put("steps_total", "steps that the run is to take", told["total"], run=run.name)
         for name, (key, about) in TRAIN.items():
             put(name, about, told["latest"].get(key), run=run.name)
+        experts = told["latest"].get("experts")
+        for key in ("worst", "mean") if isinstance(experts, dict) else ():
+            about = "tokens of the busiest expert over the mean of its layer: the worst layer, or the mean of all"
+            put("expert_load", about, experts.get(key), run=run.name, of=key)
         put("eval_loss", "loss of the last evaluation", told["evaluated"].get("loss"), run=run.name)
         for kind, record in (("source_loss", told["latest"]), ("source_eval_loss", told["evaluated"])):
             losses = record.get("losses")

@@ -35,12 +35,16 @@ class Update:
         eager: float,
         accumulates: bool = True,
         settle: Callable[[], None] = lambda: None,
+        then: Callable[[torch.Tensor | bool], None] = lambda taken: None,
     ) -> None:
-        """`settle` is called before anything changes: what is being saved may still be on its way to the host."""
+        """`settle` is called before anything changes: what is being saved may still be on its way to the host.
+
+        `then` is called after each step, with whether it changed the parameters (0 or 1 on the device, or a bool).
+        """
         assert not (eager and (clip is not None or scaler.is_enabled())), "the config is checked before"
         self.sharded, self.optimizer, self.scaler, self.clip, self.eager = sharded, optimizer, scaler, clip, eager
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
-        self.settle = settle
+        self.settle, self._then = settle, then
         self._squares: list[torch.Tensor] = []
         if self._offloaded is not None:
             self._offloaded.attach(sharded, self._known if eager else None, accumulates, eager)
@@ -69,19 +73,21 @@ class Update:
         if self.eager:
             assert allowed is None, "the config is checked before"
             self.optimizer.step()  # what got its gradient late, or none
+            self._then(True)
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
         if self.sharded.copies is not None and self.scaler.is_enabled():
             self.scaler.agree(self.optimizer)
         if self._offloaded is None:
             norm = self.sharded.clip(self.clip)
-            if allowed is None or allowed(norm):
+            if does := allowed is None or allowed(norm):
                 self.scaler.step(self.optimizer)
         else:
             norm = self._offloaded.norm()
             scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-            if allowed is None or allowed(norm):
+            if does := allowed is None or allowed(norm):
                 self.scaler.step(self.optimizer, scale=scale)
+        self._then(self.scaler.taken(self.optimizer) if does else False)
         self.scaler.update()
         return norm
 

@@ -56,6 +56,10 @@ def _above_one(value: Any) -> bool:
     return int(value) > 1
 
 
+def _above_zero(value: Any) -> bool:
+    return value != "auto" and float(value) > 0
+
+
 def _given(value: Any) -> bool:
     return value is not None
 
@@ -133,6 +137,7 @@ OBJECTIVES = tuple(
     for kind in ("causal", "seq2seq", "masked", "classify", "dpo", "orpo", "kto", "distill")
 )  # fmt: skip
 CAUSAL, SEQ2SEQ, MASKED, CLASSIFY, DPO, ORPO, KTO, DISTILL = OBJECTIVES
+ROUTER = Feature("router.aux_loss", "router.aux_loss", 0.5, _above_zero, numbers="other")
 PACKING = Feature("packing", "data.packing", True, numbers="other")
 
 TENSOR = Feature("tensor", "parallel.tensor", 2, _above_one)
@@ -154,7 +159,7 @@ CPU, CUDA = _choice("device", "cpu", "cuda", numbers="other")
 FEATURES = (
     *ZERO, SHARD, SECONDARY, QUANTIZE_WEIGHTS, QUANTIZE_GRADIENTS, BUCKET, PREFETCH, REDUCE, *STATES, *PARAMETERS,
     ACTIVATIONS, RECOMPUTE, LIGHT, COMPILE, *PRECISIONS, *FP8, *OPTIMIZERS, BF16_STATES, SPLIT_MASTERS, IN_BACKWARD,
-    FULL, *ADAPTERS, *OBJECTIVES, PACKING, *AXES, CPU, CUDA,
+    FULL, *ADAPTERS, *OBJECTIVES, ROUTER, PACKING, *AXES, CPU, CUDA,
 )  # fmt: skip
 
 
@@ -163,6 +168,7 @@ def _hidden(name: str, field: str, value: Any, test: Callable[[Any], bool] | Non
     return Feature(name, field, value, test, shown=False, **more)
 
 
+BIAS_UPDATE = _hidden("router.bias_update", "router.bias_update", 0.001, _above_zero)
 APART = _hidden("apart", "apart", {"meet": "127.0.0.1:29400"}, _given)
 MULTIPLY = _hidden("method.multiply: fp8", "method.multiply", "fp8", company=_BASE | {"method.type": "qlora"})
 TILE = _hidden("tile", "tile", 64, _given)

@@ -232,12 +232,16 @@ METHODS = (
     _rule("method", (f.ADAPTERS, f.SCRATCH),
           "an adapter of a model that starts from scratch would be of no use without it",
           "use method: full, or give a model.name", shown="method.type"),
+    _rule("router.bias_update", (f.BIAS_UPDATE, f.ADAPTERS),
+          "an adapter leaves the base as it is, and the bias is part of it", "leave it out, or use method: full"),
     _rule("export.merged", (f.FULL, f.MERGED), "there is no adapter to merge", "leave it out, or set method: lora"),
 )  # fmt: skip
 
 WORKERS = (
     _rule("apart", (f.APART, f.AXES), "works with ZeRO alone, not with {axes}", "leave the axes out, or apart",
           shown="apart.meet"),
+    _rule("router.bias_update", (f.APART, f.BIAS_UPDATE), "workers that train apart average parameters alone",
+          "leave it out"),
     _rule("train.stop_early", (f.APART, f.STOP_EARLY),
           "a worker that ends by itself would leave with its own weights, not those of all", "leave it out",
           shown="train.stop_early.metric"),
@@ -271,6 +275,8 @@ AIMS = (
     _rule("method.also", ((f.DPO, f.KTO), f.QLORA, f.TRAINED_WHOLE),
           "the reference is the quantised base, which would be changed by training modules whole",
           "leave it out, or use method: lora"),
+    _rule("router.aux_loss", (f.ROUTER, (f.SEQ2SEQ, f.MASKED)),
+          "is for causal models and classifiers; others with routers are not supported", "leave it out"),
     _rule("parallel.tensor", (f.TENSOR, _others(f.OBJECTIVES, *BY_TENSOR)), _for(BY_TENSOR), "leave it out"),
     _rule("parallel.context", (f.CONTEXTS, _others(f.OBJECTIVES, *BY_CONTEXT)), _for(BY_CONTEXT), "leave it out"),
     _rule("parallel.pipeline", (f.SCHEDULES, _others(f.OBJECTIVES, *ONCE)), _for(ONCE), "leave it out"),

@@ -126,6 +126,8 @@ class _Step:
     def run(self) -> list[Any]:
         do = {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}
         for action in self._order:
+            if self._stages.carried is not None:
+                self._stages.carried.enter(action.micro)  # a block that backward recomputes is of this micro-batch
             do[action.kind](action)
         self._mail.finish()
         if self._pipeline.schedule.splits and self._before_backward is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,22 @@ class Passed:
     result: Any
 
 
+class Carried(Protocol):
+    """Something that grows from block to block and goes along with the hidden states: sums over routers."""
+
+    def enter(self, micro: int) -> None:
+        """Before anything is computed for a micro-batch."""
+
+    def take(self, before: torch.Tensor) -> None:
+        """What came with the hidden states, in the forward of a chunk."""
+
+    def collect(self) -> torch.Tensor | None:
+        """What goes on with them; None where there is nothing yet."""
+
+
+CARRIED: Place = ("carried", 0)  # no argument's name
+
+
 class Stages:
     """Makes of a model (best on `meta`, before it is sharded) the share of one rank of a pipeline.
 
@@ -131,6 +147,7 @@ class Stages:
         self.model, self.cut, self.rank, self.ranks = model, cut, rank, ranks
         self.dtype, self.device = dtype, torch.device("cpu")
         self.meshes: Sequence[DeviceMesh] = ()
+        self.carried: Carried | None = None
         chunk_owners = schedule.owners(ranks)
         assert len(chunk_owners) == len(cut.ranges), "the model is cut for another schedule"
         self.chunks = tuple(chunk for chunk, owner in enumerate(chunk_owners) if owner == rank)
@@ -274,19 +291,33 @@ class _Pass:
             if id(leaf) in self._instead:
                 arguments.leaves[place] = self._instead[id(leaf)][1]
         if at == end:
-            raise _Reached(_captured(calls[at], arguments))
+            raise _Reached(self._handed_on(_captured(calls[at], arguments)))
         if at == begin and self.incoming is not None:
             self._feed(self.incoming, arguments, name)
         args, kwargs = arguments.rebuilt()
         return run(*args, **kwargs)
 
+    def _handed_on(self, wire: Wire) -> Wire:
+        """With what is carried along."""
+        found = None if self.stages.carried is None else self.stages.carried.collect()
+        if found is None:
+            return wire
+        grad = found.requires_grad
+        found = found.clone() if grad and found.is_leaf else found.contiguous()
+        port = Port(CARRIED, tuple(found.shape), found.dtype, grad)
+        return Wire((*wire.ports, port), (*wire.tensors, found))
+
     def _feed(self, wire: Wire, arguments: Arguments, name: str) -> None:
         given = []
         for port, tensor in zip(wire.ports, wire.tensors, strict=True):
-            if port.place not in arguments.leaves:
-                raise RuntimeError(f"{name} is called without its argument {port.place} on this stage")
             leaf = tensor.detach().requires_grad_(port.grad and torch.is_grad_enabled())
             given.append(leaf)
+            if port.place == CARRIED:
+                assert self.stages.carried is not None
+                self.stages.carried.take(leaf)
+                continue
+            if port.place not in arguments.leaves:
+                raise RuntimeError(f"{name} is called without its argument {port.place} on this stage")
             before = arguments.leaves[port.place]
             after = leaf if port.layout is None else self._divided(leaf, port.layout)
             if self.stages.cut.into and isinstance(before, torch.Tensor) and before.dtype == after.dtype:

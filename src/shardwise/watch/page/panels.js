@@ -57,6 +57,37 @@
     return card("Memory of a device, foreseen by category", "half", ...stack("memory", parts, parts.reduce((sum, [, size]) => sum + size, 0), bytes, marks.filter(Boolean)), el("p", { class: "muted" }, words));
   };
 
+  /* Tokens by layer and expert as a map: blue below the mean of the layer, orange above it, full colour at 4 times. */
+  const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  Watch.expertPanel = (run) => {
+    const told = (run.latest || {}).experts?.tokens;
+    const layers = Object.entries(told || {}).map(([name, counts]) => ({ name, counts, mean: counts.reduce((a, b) => a + b, 0) / Math.max(1, counts.length) })).filter((one) => one.mean > 0);
+    if (!layers.length) return null;
+    const columns = Math.max(...layers.map((one) => one.counts.length)), idle = layers.reduce((sum, one) => sum + one.counts.filter((n) => n === 0).length, 0);
+    const map = el("canvas", { class: "heat", role: "img" }), words = el("p", { class: "muted" });
+    map.width = columns; map.height = layers.length;
+    map.style.height = `${Math.max(layers.length * (layers.length > 40 ? 4 : layers.length > 12 ? 9 : 18), 36)}px`;
+    const paper = rgb(variable("track")), low = rgb(variable("c0")), high = rgb(variable("c1")), pen = map.getContext("2d"), image = pen.createImageData(columns, layers.length);
+    let worst = { ratio: 0 };
+    layers.forEach(({ name, counts, mean }, row) => counts.forEach((count, expert) => {
+      const ratio = count / mean, share = Math.min(1, Math.abs(Math.log2(Math.max(ratio, 1 / 16))) / 2), to = ratio < 1 ? low : high;
+      if (ratio > worst.ratio) worst = { ratio, name, expert };
+      image.data.set([...paper.map((p, i) => Math.round(p + (to[i] - p) * share)), 255], 4 * (row * columns + expert));
+    }));
+    pen.putImageData(image, 0, 0);
+    const summary = `Busiest: expert ${worst.expert} of ${worst.name}, ${number(worst.ratio)} times the mean of its layer. Experts without a token: ${idle} of ${layers.reduce((sum, one) => sum + one.counts.length, 0)}.`;
+    map.setAttribute("aria-label", `Tokens by layer (${layers.length}) and expert (${columns}). ${summary}`);
+    words.textContent = summary;
+    map.addEventListener("pointermove", (event) => {
+      const box = map.getBoundingClientRect(), layer = layers[Math.min(layers.length - 1, Math.floor((event.clientY - box.top) / box.height * layers.length))];
+      const expert = Math.min(columns - 1, Math.floor((event.clientX - box.left) / box.width * columns)), count = layer?.counts[expert];
+      words.textContent = count == null ? summary : `${layer.name}, expert ${expert}: ${count.toLocaleString("en")} tokens, ${number(count / layer.mean)} times the mean.`;
+    });
+    map.addEventListener("pointerleave", () => { words.textContent = summary; });
+    const key = el("ul", { class: "keys" }, el("li", {}, el("i", { class: "b0" }), "a quarter of the mean, or less"), el("li", {}, el("i", { class: "b1" }), "4 times the mean, or more"));
+    return card("Load by layer (down) and expert (across)", "half", map, key, words);
+  };
+
   Watch.timePanel = (run) => {
     const told = (run.latest || {}).breakdown;
     if (!told || !told.whole) return null;

@@ -95,6 +95,8 @@
   const loss = add("Loss", { size: "half" }, () => [...each("train", "loss", "", "line", true), ...each("eval", "loss", "evaluation", "dots", false, 1)]);
   const sources = add("Loss by source", { size: "half" }, () => names(state.chosen, "train", "losses/").concat(names(state.chosen, "eval", "losses/").filter((n) => !names(state.chosen, "train", "losses/").includes(n))).flatMap((name, i) => [
     ...line(state.chosen, "train", name, name.slice(7), i, "line", true), ...line(state.chosen, "eval", name, `${name.slice(7)}, evaluation`, i, "dots")]));
+  const PARTS = { cross_entropy: "Cross-entropy", aux_loss: "Auxiliary loss of routers", z_loss: "z-loss of routers" }; // of the loss, where it is more than one thing
+  for (const [name, title] of Object.entries(PARTS)) add(title, {}, () => [...each("train", name, "", "line", true), ...each("eval", name, "evaluation", "dots", false, 1)]);
   add("Learning rate", { zero: true }, () => each("train", "learning_rate", "rate"));
   add("Gradient norm", { zero: true }, () => each("train", "grad_norm", "norm", "line", true));
   add("Tokens per second", { format: Watch.rate, zero: true }, () => each("train", "tokens_per_second", "tokens/s", "line", true));
@@ -102,8 +104,9 @@
   add("Memory of a device", { format: Watch.bytes, zero: true, top: () => foreseen() || 0 }, () => [
     ...(names(state.chosen, "train", "allocated_peak_bytes").length ? [...each("train", "allocated_peak_bytes", "peak, any rank"), ...each("train", "reserved_peak_bytes", "reserved", "line", false, 2)] : each("train", "memory_bytes", "main rank")),
     ...flat(foreseen(), "foreseen")]);
+  add("Load of the busiest expert, of its layer's mean", { zero: true }, () => ["worst", "mean"].flatMap((name, i) => line(state.chosen, "train", `experts/${name}`, name === "worst" ? "worst layer" : "mean of all layers", i, "line", true)));
   add("Time of a step by part", { format: Watch.duration, zero: true }, () => names(state.chosen, "train", "breakdown/").filter((n) => n !== "breakdown/whole").flatMap((name, i) => line(state.chosen, "train", name, name.slice(10), i, "line", true)));
-  const KNOWN = new Set(["loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "elapsed_seconds", "allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "alloc_retries", "perplexity"]);
+  const KNOWN = new Set(["loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "elapsed_seconds", "allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "alloc_retries", "perplexity", ...Object.keys(PARTS)]);
   add("Perplexity", {}, () => each("eval", "perplexity", "evaluation", "dots"));
   const others = new Map(); // figures of the objective (accuracy, margins, …) get a chart as they come up
   const hostCharts = [["CPU of the host", "cpu_percent", (v) => `${Watch.number(v)}%`, "host"], ["RAM of the host", "ram_used_bytes", Watch.bytes, "used"], ["Free disk", "disk_free_bytes", Watch.bytes, "free"]].map(([title, key, format, word]) => {
@@ -161,7 +164,7 @@
     const kept_place = [...$("panels").querySelectorAll(".tall, .samples")].map((node) => [node.getAttribute("aria-label"), node.scrollTop]);
     const focused = document.activeElement?.closest?.("#panels") ? document.activeElement.getAttribute("aria-label") : null;
     $("head").replaceChildren(...Watch.head(run));
-    const panels = [Watch.differencePanel(state.differences, shownRuns()), Watch.rankPanel(run), Watch.memoryPanel(run), Watch.timePanel(run), Watch.checkpointPanel(run), Watch.hostPanel(run), Watch.samplePanel(state.samples)].filter(Boolean);
+    const panels = [Watch.differencePanel(state.differences, shownRuns()), Watch.rankPanel(run), Watch.memoryPanel(run), Watch.expertPanel(run), Watch.timePanel(run), Watch.checkpointPanel(run), Watch.hostPanel(run), Watch.samplePanel(state.samples)].filter(Boolean);
     if (!log.node.isConnected) $("panels").append(log.node);
     for (const node of [...$("panels").children]) if (node !== log.node) node.remove();
     for (const panel of panels) $("panels").insertBefore(panel, log.node);
