@@ -30,7 +30,8 @@ from typing import Any
 TASKS = ("causal", "masked", "seq2seq")
 LIMIT = 240.0  # seconds for one architecture
 ROWS = 4
-# A class whose plain config leaves out a kind of layer that its released models have.
+# Classes whose plain config leaves out a kind of layer that their released models have.
+ASKS = "output_router_logits"  # of a config: the loss of its routers belongs to the model's own
 VARIANTS: dict[str, dict[str, Any]] = {"lfm2": {"layer_types": ["conv", "full_attention"] * 16}}
 
 
@@ -50,12 +51,14 @@ class Found:
     seconds: float = 0.0
 
 
-def audit(tasks: tuple[str, ...], names: list[str], shared: Path) -> Iterator[Found]:
-    """One architecture after the other, each in a process of its own."""
+def audit(tasks: tuple[str, ...], names: list[str], shared: Path, part: str = "1/1") -> Iterator[Found]:
+    """One architecture after the other, each in a process of its own; `part` "1/4": the first of every four."""
     from shardwise.parallel.zoo import architectures, run_ranks
 
+    first, step = map(int, part.split("/"))
     for task in tasks:
-        for name in [n for n in architectures(task) if not names or n in names]:  # type: ignore[arg-type]
+        chosen = [n for n in architectures(task) if not names or n in names]  # type: ignore[arg-type]
+        for name in chosen[first - 1 :: step]:
             for packing in ("auto", "false") if task == "causal" else ("auto",):
                 began = time.monotonic()
                 (found,) = run_ranks(lambda _, folder, n=name, t=task, p=packing: _try(n, t, p, shared), 1, LIMIT)
@@ -98,9 +101,19 @@ def _write_model(model_type: str, task: str, folder: Path, shared: Path) -> None
     model = case.model(attention="eager")
     inputs = case.inputs(rows=1)
     model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), use_cache=False).logits.sum().backward()
+    if hasattr(case.config, ASKS) and task == "causal":
+        setattr(model.config, ASKS, _adds_router_loss(model, inputs))
     model.save_pretrained(folder)
     for file in (shared / "tokenizer").iterdir():
         shutil.copy(file, folder)
+
+
+def _adds_router_loss(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the model's own code computes a router loss when asked; that of some classes fails."""
+    try:
+        return model(**inputs, labels=inputs["input_ids"], use_cache=False, **{ASKS: True}).loss is not None
+    except Exception:
+        return False
 
 
 def _run(task: str, packing: str, folder: Path, shared: Path) -> dict[str, Any]:
@@ -122,7 +135,7 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
     from shardwise.train.job import prepare_job
     from shardwise.verify import measure, plain
     from shardwise.verify.compare import EXACT
-    from shardwise.verify.prove import _documents, _trained
+    from shardwise.verify.prove import _documents, _routers, _trained
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
@@ -137,6 +150,7 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
         "answer": str(folder / "answer.safetensors"), "trained": _trained(job), "adapter": None, "scales": {},
         "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.clip,
         "weight_decay": train.weight_decay, "decay_norms": train.decay_norms, "steps_like_ours": True,
+        "routers": _routers({}, job),
     })  # fmt: skip
     answer = measure.measure({
         "run": job.run.model_dump(mode="json"), "against": str(folder / "answer.safetensors"),
@@ -185,6 +199,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--task", action="append", choices=TASKS, help="the default: all")
     parser.add_argument("--json", type=Path, help="a file for all results")
+    parser.add_argument("--part", default="1/1", help="2/4: the second of every four, to share the work")
     options = parser.parse_args()
     os.environ.setdefault("SHARDWISE_PROGRESS", "off")
     results: list[Found] = []
@@ -194,7 +209,7 @@ def main() -> int:
         import shardwise.verify.measure
         import shardwise.verify.plain  # noqa: F401  (imported once, before processes part)
 
-        for one in audit(tuple(options.task or TASKS), options.names, Path(name)):
+        for one in audit(tuple(options.task or TASKS), options.names, Path(name), options.part):
             results.append(one)
             apart = "" if one.loss is None else f" loss {one.loss:.1e}, gradients {one.gradient or 0:.1e}"
             print(

@@ -37,10 +37,8 @@ LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolut
 # model does (a bias of keys has no gradient but that).
 NOISE = 1e-4
 FIRST = 3  # ids before it are special
-VECTOR, MATRIX = (
-    0.3,
-    0.2,
-)  # how far norms and biases, and matrices, are moved: a matrix of width 32 keeps the size of its input
+# How far norms and biases, and matrices, are moved: a matrix of width 32 keeps the size of its input.
+VECTOR, MATRIX = 0.3, 0.2
 DECAY = ("A_log",)  # logarithms of how fast a state-space layer forgets, which it does within a token when fresh
 SLOW = 0.05
 
@@ -80,7 +78,7 @@ class Case:
     def inputs(self, rows: int = ROWS, width: int = WIDTH) -> dict[str, torch.Tensor]:
         """What the model's forward takes, `use_cache` apart."""
         random = torch.Generator().manual_seed(self.seed + 2)
-        if not self.config.is_encoder_decoder:
+        if self.task == "causal" or not self.config.is_encoder_decoder:  # a decoder alone of one with both has its config
             return {"input_ids": self._ids(rows, width, random)}
         # Sources of another width than targets: what is meant for the one would not do for the other.
         source, target = self._ids(rows, width + LONGER, random), self._ids(rows, width, random)

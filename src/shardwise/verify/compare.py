@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-# A gradient is compared relative to its largest element; below this share of the largest of all it is rounding (the
-# bias of an attention's keys has no gradient but that).
-NOISE = 1e-4
+# A gradient is compared relative to its largest element and this share of the largest of all: what it is made of was
+# rounded at that size (the bias of an attention's keys has no gradient but rounding, 2e-8 of the largest of all).
+ROUNDED = 1e-3
+NOISE = 1e-4  # of the largest gradient of all: less of it and an update is not compared
 TELLING = 1e-2  # of its tensor's largest gradient: less of it and Adam's first step, a sign, follows the rounding
 
 
@@ -141,7 +142,7 @@ def gradient_apart(ours: torch.Tensor | None, theirs: torch.Tensor, largest: flo
         return float("inf")
     if not theirs.numel():
         return 0.0
-    found = float((ours.float().cpu() - theirs).abs().max() / (theirs.abs().max() + NOISE * largest + 1e-30))
+    found = float((ours.float().cpu() - theirs).abs().max() / (theirs.abs().max() + ROUNDED * largest + 1e-30))
     return found if found == found else float("inf")
 
 
