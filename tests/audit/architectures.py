@@ -6,10 +6,11 @@ A tiny model of each class is written as a folder, trained for two steps by the 
 build_parts, accumulate) and compared with verify/plain.py: eager attention, one document at a time, in fp32.
 Rows are laid out as a user gets them (`data.packing: auto`), and one document a row. Outcomes:
 
-equal     loss, gradients and update within the bounds of `shardwise verify`
+equal     loss, gradients and update, up to rounding
 refused   a message before the run starts
-differs   anything else that trains: there must be none
-unbuilt   no tiny model of the class runs on tokens alone
+fails     an error that is no message
+differs   anything else: there must be none
+unbuilt   no tiny model of the class computes a loss from tokens alone
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ from pathlib import Path
 from typing import Any
 
 TASKS = ("causal", "masked", "seq2seq")
+# In fp32, with weights that make much of rounding: norms 1.4e-5 apart were measured; what is wrong is off by 1e-3.
+BOUNDS = {"loss": 1e-4, "norm": 1e-4, "gradient": 1e-3, "update": 1e-2, "after": 5e-4}
 LIMIT = 240.0  # seconds for one architecture
 ROWS = 4
+WORDS = 520  # what the tokenizer has, and some
 # Classes whose plain config leaves out a kind of layer that their released models have.
 ASKS = "output_router_logits"  # of a config: the loss of its routers belongs to the model's own
 VARIANTS: dict[str, dict[str, Any]] = {"lfm2": {"layer_types": ["conv", "full_attention"] * 16}}
+
+
+class Undefined(Exception):
+    """The model's own code computes no loss of its own."""
 
 
 @dataclass
@@ -83,8 +91,10 @@ def _try(model_type: str, task: str, packing: str, shared: Path) -> dict[str, An
             _compare(run, task, folder, found)
         except UserError as error:
             found.outcome, found.why = "refused", f"{error.field}: {error.problem}"
+        except Undefined as error:
+            found.why = f"the reference fails: {error}"
         except BaseException as error:
-            found.outcome, found.why = "differs", _line(error)
+            found.outcome, found.why = "fails", _line(error)
     return asdict(found)
 
 
@@ -93,11 +103,13 @@ def _write_model(model_type: str, task: str, folder: Path, shared: Path) -> None
     import torch
     from transformers import CONFIG_MAPPING
 
+    from shardwise.models.shrink import shrink
     from shardwise.parallel.trial import Case
-    from shardwise.verify.sized import tiny_config
+    from shardwise.verify.sized import still
 
-    config = CONFIG_MAPPING[model_type](**VARIANTS.get(model_type, {}))
-    case = Case(tiny_config(config, 4), task, dtype=torch.float32)  # type: ignore[arg-type]
+    config = shrink(CONFIG_MAPPING[model_type](**VARIANTS.get(model_type, {})))
+    _set_vocabulary(config)
+    case = Case(still(config), task, dtype=torch.float32)  # type: ignore[arg-type]
     model = case.model(attention="eager")
     inputs = case.inputs(rows=1)
     model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), use_cache=False).logits.sum().backward()
@@ -106,6 +118,15 @@ def _write_model(model_type: str, task: str, folder: Path, shared: Path) -> None
     model.save_pretrained(folder)
     for file in (shared / "tokenizer").iterdir():
         shutil.copy(file, folder)
+
+
+def _set_vocabulary(config: Any) -> None:
+    for name, value in list(vars(config).items()):
+        if "vocab_size" in name and isinstance(value, int):
+            setattr(config, name, WORDS)
+    for name in getattr(type(config), "sub_configs", None) or {}:
+        if getattr(config, name, None) is not None:
+            _set_vocabulary(getattr(config, name))
 
 
 def _adds_router_loss(model: Any, inputs: dict[str, Any]) -> bool:
@@ -134,7 +155,7 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
     from shardwise.models.tasks import CLASSES
     from shardwise.train.job import prepare_job
     from shardwise.verify import measure, plain
-    from shardwise.verify.compare import EXACT
+    from shardwise.verify.compare import Bounds
     from shardwise.verify.prove import _documents, _routers, _trained
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -144,23 +165,27 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
     found.notes += [why for path, why in job.reasons.items() if path in ("data.packing", "train.micro_batch_size")]
     torch.save(_documents(job, ROWS), folder / "documents.pt")
     train = job.run.train
-    plain.answer({
+    work = {
         "model": str(folder / "model"), "auto_class": CLASSES[job.source.task][0], "trust_remote_code": False,
         "task": task, "device": "cpu", "precision": "fp32", "documents": str(folder / "documents.pt"),
         "answer": str(folder / "answer.safetensors"), "trained": _trained(job), "adapter": None, "scales": {},
         "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.clip,
         "weight_decay": train.weight_decay, "decay_norms": train.decay_norms, "steps_like_ours": True,
         "routers": _routers({}, job),
-    })  # fmt: skip
+    }  # fmt: skip
+    try:
+        plain.answer(work)
+    except Exception as error:
+        raise Undefined(_line(error)) from error
     answer = measure.measure({
         "run": job.run.model_dump(mode="json"), "against": str(folder / "answer.safetensors"),
-        "bounds": asdict(EXACT),
+        "bounds": BOUNDS,
     })  # fmt: skip
     from shardwise.verify.compare import Difference
 
     difference = Difference(**answer["difference"])
     found.loss, found.gradient = difference.loss, difference.gradient
-    trouble = difference.trouble(EXACT)
+    trouble = difference.trouble(Bounds(**BOUNDS))
     found.outcome, found.why = ("differs", trouble) if trouble else ("equal", "")
 
 
@@ -188,7 +213,7 @@ def summary(results: list[Found]) -> str:
     kinds = sorted({(one.task, one.packing) for one in results})
     lines = []
     for task, packing in kinds:
-        told = ", ".join(f"{counts[task, packing, o]} {o}" for o in ("equal", "refused", "differs", "unbuilt"))
+        told = ", ".join(f"{counts[task, packing, o]} {o}" for o in ("equal", "refused", "fails", "differs", "unbuilt"))
         packed = sum(one.packed for one in results if (one.task, one.packing, one.outcome) == (task, packing, "equal"))
         lines.append(f"{task}, packing {packing}: {told}" + (f" ({packed} of the equal ones packed)" if packed else ""))
     return "\n".join(lines)
@@ -219,7 +244,7 @@ def main() -> int:
             if options.json:
                 options.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
     print(summary(results))
-    return int(any(one.outcome == "differs" for one in results))
+    return int(any(one.outcome in ("differs", "fails") for one in results))
 
 
 if __name__ == "__main__":

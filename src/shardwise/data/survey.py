@@ -32,6 +32,7 @@ from shardwise.data.render import Renderer
 from shardwise.data.tokenise import RowReader, Spec, fit, look
 from shardwise.errors import UserError
 from shardwise.models.adapt import adapt_model, labels_of, settle_attention
+from shardwise.models.build import vocabulary_size
 
 
 class Problems(Exception):
@@ -69,7 +70,7 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
         raise Problems([error]) from None
     run, purpose, labels = result.run, purpose_of(result.run), labels_of(result.run)
     data, seed = run.data, run.train.seed
-    vocabulary = build_on_meta(source).get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(build_on_meta(source))
     try:
         prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=tell, purpose=purpose, labels=labels)
     except UserError as error:

@@ -26,7 +26,7 @@ from shardwise.evaluate.figures import Figure, Measured, ratio
 from shardwise.evaluate.settings import LossTask
 from shardwise.models.adapt import settle_attention
 from shardwise.models.attention import set_attention
-from shardwise.models.build import not_recording
+from shardwise.models.build import not_recording, vocabulary_size
 from shardwise.models.source import ModelSource
 from shardwise.models.tasks import task_of
 from shardwise.objectives.make import make_objective
@@ -62,7 +62,7 @@ def measure_loss(
     run, source = _settings(task, name, model, run)
     if source.attention:
         set_attention(model, source.attention)
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(model)
     data, held_out = _data(task, run)
     prepared = _prepared(data, tokenizer, run, vocabulary, _classes(model))
     job = Job(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))

@@ -15,6 +15,7 @@ softcap of Gemma 2 and the sinks of gpt-oss among them. Ours computes them: by a
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def built_with(kind: Any, config: Any, attention: str | None, **how: Any) -> Any
     Our functions are in the registries afterwards: SDPA without them computes something else for some models.
     """
     register()
+    config = copy.deepcopy(config)  # building names its attention in it
     if attention is None:
         return kind.from_config(config, **how)
     try:

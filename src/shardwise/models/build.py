@@ -24,6 +24,7 @@ from shardwise.models.tasks import auto_class
 from shardwise.models.weights import fill_local, packing_of
 
 FLAG = "output_router_logits"
+PLAIN = (int, float, type(None))
 
 
 def build_on_meta(source: ModelSource) -> Any:
@@ -82,6 +83,34 @@ def class_name(model: nn.Module) -> str:
     return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it a model evaluates, without gradients; it is as it was afterwards.
+
+    Some modules note numbers as they evaluate, and train by them (the capacity of NLLB-MoE's experts).
+    """
+    training = model.training
+    plain = [
+        (one, {k: v for k, v in vars(one).items() if isinstance(v, PLAIN) and k[0] != "_" and k != "training"})
+        for one in model.modules()
+    ]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        for module, values in plain:
+            vars(module).update(values)
+
+
+def vocabulary_size(model: Any) -> int:
+    """How many tokens a model has embeddings for; some classes' embeddings are no nn.Embedding."""
+    embeddings = model.get_input_embeddings()
+    size = getattr(embeddings, "num_embeddings", None)
+    return int(getattr(embeddings, "weight", embeddings).shape[0] if size is None else size)
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated layers of a model, in order: by the classes it calls unsplittable, else its largest module list.
 
@@ -92,7 +121,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     listed = {id(child) for one in lists for child in one}
     blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in declared and id(m) in listed]
     if not blocks and lists:
-        members = {id(child) for stack in _stacks(model) for child in _largest_list(stack)}
+        children = [child for stack in _stacks(model) for child in _largest_list(stack)]
+        # A list of lists (Funnel) is never called, nor are the lists in it.
+        members = {id(one) for child in children for one in (child if isinstance(child, nn.ModuleList) else [child])}
         blocks = [(n, m) for n, m in model.named_modules() if id(m) in members]
     outermost: list[tuple[str, nn.Module]] = []
     for name, module in blocks:

@@ -82,6 +82,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
         "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions", "max_target_positions",
         "max_sequence_length", "max_seq_len",
     )),
+    (8, ("expert_capacity",)),  # fewer tokens than a batch has: who is left out depends on the rows beside
     (0, ("num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_modules")),
 ]  # fmt: skip
 SIZES = {name: value for value, names in MEANINGS for name in names}

@@ -66,7 +66,9 @@ def check_task(config: Any, task: Task, label: str) -> None:
     fitting = next((t for t in CLASSES if set(classes) & _names(t)[1]), None)
     other = classes and not names & set(classes) and not custom and task != "classify"
     headless = task in ("masked", "seq2seq") and fitting is None  # the body alone: BertModel, T5Model
-    if (kind not in kinds and not custom) or (other and not headless):
+    # Transformers also lists models for sound there, which go on with a text.
+    decoder_alone = task == "seq2seq" and not custom and not config.is_encoder_decoder
+    if (kind not in kinds and not custom) or (other and not headless) or decoder_alone:
         what = classes[0] if classes else kind
         remedy = (
             f"set objective: {fitting}, or use another model" if fitting and fitting != task else "use another model"

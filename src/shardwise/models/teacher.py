@@ -12,6 +12,7 @@ from shardwise.config.schema import Model, Run
 from shardwise.data.taught import Answers
 from shardwise.errors import UserError
 from shardwise.models.adapt import on_rows_of
+from shardwise.models.build import vocabulary_size
 from shardwise.models.source import ModelSource, find_model, weights_key
 
 FIELD = "objective.teacher"
@@ -52,7 +53,7 @@ def find_teacher(
     if limit and run.data.sequence_length > limit:
         problem = f"has {limit} positions, data.sequence_length is {run.data.sequence_length}"
         raise UserError(FIELD, name, problem, f"set data.sequence_length to {limit} or less, or use another teacher")
-    common = min(vocabulary, model.get_input_embeddings().num_embeddings)
+    common = min(vocabulary, vocabulary_size(model))
     if settings.top_k is not None and settings.top_k > common:
         problem = f"both models know {common} tokens"
         raise UserError("objective.top_k", settings.top_k, problem, "lower it, or leave it out to match all")

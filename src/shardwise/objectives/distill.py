@@ -15,6 +15,7 @@ import torch
 
 from shardwise.config.objectives import Distill
 from shardwise.data.taught import TaughtBatch
+from shardwise.models.build import vocabulary_size
 from shardwise.objectives.base import Loss, sum_by_source
 from shardwise.objectives.causal import CausalObjective
 
@@ -122,7 +123,7 @@ def load_teacher(job: Job, world: World, say: Callable[[str], None]) -> TeacherL
     source = job.teacher.source
     frozen = build_frozen(source, world, job.run.precision, job.run.train.seed)
     model: Any = frozen.model
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(model)
     apart = check_documents(frozen, vocabulary, replace(job, source=source), world.device, say)
     model.eval()
     return TeacherLogProbs(model, apart, job.teacher.vocabulary)

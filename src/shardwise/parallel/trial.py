@@ -78,7 +78,7 @@ class Case:
     def inputs(self, rows: int = ROWS, width: int = WIDTH) -> dict[str, torch.Tensor]:
         """What the model's forward takes, `use_cache` apart."""
         random = torch.Generator().manual_seed(self.seed + 2)
-        if self.task == "causal" or not self.config.is_encoder_decoder:  # a decoder alone of one with both has its config
+        if self.task != "seq2seq":
             return {"input_ids": self._ids(rows, width, random)}
         # Sources of another width than targets: what is meant for the one would not do for the other.
         source, target = self._ids(rows, width + LONGER, random), self._ids(rows, width, random)

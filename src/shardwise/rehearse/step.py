@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from shardwise.acting import acting
 from shardwise.config.schema import Run
 from shardwise.data.loader import StepBatch
-from shardwise.models.build import materialise
+from shardwise.models.build import materialise, vocabulary_size
 from shardwise.models.documents import Documents
 from shardwise.models.source import ModelSource
 from shardwise.objectives.make import make_objective
@@ -144,7 +144,7 @@ def set_up(
     sharded, spread = build_model(job, world, give_memory=give_memory, choose=choose)
     asked = Undivided(spread.tiny if spread.tiny is not None else tiny_case(source).model().float())
     with acting("cpu"):
-        vocabulary = asked.model.get_input_embeddings().num_embeddings
+        vocabulary = vocabulary_size(asked.model)
         apart = check_documents(asked, vocabulary, job, asked.device, say)
         objective = make_objective(job, world, sharded, apart, asked, say, spread.router_losses)
     with fake or nullcontext():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.models.build import vocabulary_size
 from shardwise.serve.generate import prompt_ids, room_after, text_ids
 from shardwise.serve.models import Served
 from shardwise.serve.protocol import ChatRequest, Refused, TextRequest
@@ -73,7 +74,7 @@ def _text(served: Served, prompt: Any) -> list[int]:
             return text_ids(served.tokenizer, prompt)
         except (TypeError, ValueError) as error:
             raise Refused(400, f"prompt: is no text ({error})", "prompt", "invalid_value") from None
-    words = served.model.get_input_embeddings().num_embeddings
+    words = vocabulary_size(served.model)
     if not all(0 <= token < words for token in prompt):
         raise Refused(400, f"prompt: token ids go from 0 to {words - 1}", "prompt", "invalid_value")
     return list(prompt)

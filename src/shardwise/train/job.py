@@ -37,6 +37,7 @@ from shardwise.data.taught import TaughtLayout
 from shardwise.data.visible import counted
 from shardwise.errors import UserError
 from shardwise.models.adapt import adapt_model, labels_of, padding_id, settle_attention
+from shardwise.models.build import vocabulary_size
 from shardwise.models.source import ModelSource, find_model
 from shardwise.models.teacher import Teacher, find_teacher
 
@@ -176,7 +177,7 @@ def prepare_job(
     check_room(result.run, adapted.trainable, adapted.frozen)
     if (fitting := gate(source, result.run, adapted)) is not result.run:
         result.put("train.micro_batch_size", fitting.train.micro_batch_size, "the largest that fits")
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(model)
     teacher = find_teacher(result.run, tokenizer, vocabulary, say)
     purpose = purpose_of(result.run)
     wanted = result.run.train.epochs or (None if result.run.train.steps is not None else 1.0)

@@ -8,8 +8,7 @@ changed to see whether logits move that must not. All ranks run it together (the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import torch
 
 from shardwise.errors import UserError
 from shardwise.models.attention import attention_as
+from shardwise.models.build import evaluating
 from shardwise.models.documents import Documents
 from shardwise.zero.stages import ShardedModel
 from shardwise.zero.update import Update
@@ -52,14 +52,9 @@ class Undivided:
         """Where it computes."""
         return next(self.model.parameters()).device  # type: ignore[no-any-return]
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self) -> AbstractContextManager[None]:
         """As of ShardedModel."""
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
-            yield
-        self.model.train(training)
+        return evaluating(self.model)
 
 
 def check_model(

@@ -28,7 +28,7 @@ from shardwise.data.loader import Loader
 from shardwise.data.purposes import ROW_PURPOSES
 from shardwise.errors import UserError
 from shardwise.models.attention import install
-from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise
+from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise, vocabulary_size
 from shardwise.models.experts import use_grouped_experts
 from shardwise.models.float8 import use_float8
 from shardwise.models.tiles import tile_blocks
@@ -224,7 +224,7 @@ def build_parts(
     model: Any = sharded.model
     status.set("checking the model")
     asked: Whole = sharded if spread.tiny is None else Undivided(spread.tiny)
-    vocabulary = asked.model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(asked.model)
     with explain_divided(given(run.parallel).bucket), as_written(run.compiled):
         apart = check_documents(asked, vocabulary, job, asked.device, say)
     if not (apart or run.recompute_attention):

@@ -80,13 +80,13 @@ def _whole(source: ModelSource, folder: Path, room: Room) -> Sized:
         problem = f"{count / 1e6:.0f}M parameters on {room.ranks} ranks take about {_gib(BYTES * count * room.ranks)}"
         raise UserError("--full", None, f"{problem}, {_gib(room.memory)} are free", "leave --full out")
     if source.weights is None:
-        _write(replace(source, config=_still(source.config)), folder, loaded=False)
+        _write(replace(source, config=still(source.config)), folder, loaded=False)
         return Sized(folder, f"{source.label}, whole, fresh weights", count, source.config)
     folder.mkdir(parents=True)
     for file in source.weights.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
-    config = _still(source.config)
+    config = still(source.config)
     config.architectures = source.config.architectures
     (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     return Sized(folder, f"{source.label}, whole", count, source.config)
@@ -119,10 +119,10 @@ def kinds_of_blocks(source: ModelSource) -> int:
 
 def fewer_layers(config: Any, layers: int) -> Any:
     """The same config for the first layers alone, without dropout."""
-    return _still(first_layers(config, layers))
+    return still(first_layers(config, layers))
 
 
-def _still(config: Any) -> Any:
+def still(config: Any) -> Any:
     """Without dropout or noise, wherever it hides."""
     config = copy.deepcopy(config)
     for part in (config, *(getattr(config, n, None) for n in getattr(type(config), "sub_configs", None) or {})):

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwise.acting import kind_of
 from shardwise.kernels.squares import norm_of_all
+from shardwise.models.build import evaluating
 from shardwise.observe.breakdown import OFF, Timer
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
@@ -81,14 +82,12 @@ class ShardedModel:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around forwards without backward: evaluation mode, no gradients, and shards put back at the end."""
-        self.model.eval()
-        self.reshard()  # so that it never measures anything but the present parameters, as they are
-        try:
-            with torch.no_grad():
+        with evaluating(self.model):
+            self.reshard()  # so that it never measures anything but the present parameters, as they are
+            try:
                 yield
-        finally:
-            self.reshard()
-            self.model.train()
+            finally:
+                self.reshard()
 
     def reshard(self) -> None:
         """Frees every gathered parameter, so that the module holds the optimizer's own tensors again."""
