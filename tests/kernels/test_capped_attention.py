@@ -8,11 +8,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from shardwise.kernels.capped_attention import reference
+from shardwise.kernels.capped_attention import attend_capped, reference
 
 LENGTHS = [5, 1, 9, 2]
 
@@ -60,3 +61,20 @@ def test_the_kernel_in_tritons_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_block_that_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands out what was saved once; the kernels, which need a GPU, are played by plain operations."""
+    from torch.utils.checkpoint import checkpoint
+
+    kernels = SimpleNamespace(
+        forward=lambda q, k, v, *_: (2 * q, q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)),
+        backward=lambda gradient, q, k, v, *_: (2 * gradient, torch.zeros_like(k), torch.zeros_like(v)),
+    )
+    monkeypatch.setitem(sys.modules, "shardwise.kernels.capped_attention_triton", kernels)  # type: ignore[misc]
+    monkeypatch.setattr("shardwise.kernels.capped_attention_triton", kernels, raising=False)
+    q, k, v = (torch.randn(4, 2, 8, requires_grad=True) for _ in range(3))
+    spans = torch.zeros(4, dtype=torch.int32), torch.full((4,), 4, dtype=torch.int32)
+    out = checkpoint(lambda *given: attend_capped(*given, *spans, 4, 1.0, 5.0), q, k, v, use_reentrant=False)
+    out.sum().backward()
+    torch.testing.assert_close(q.grad, torch.full_like(q, 2.0))

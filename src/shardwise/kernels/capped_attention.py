@@ -145,9 +145,9 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _grad(ctx, gradient, _):  # type: ignore[no-untyped-def]
-    *grads, of_sinks = capped_attention_backward(gradient, *ctx.saved_tensors, *ctx.how)
-    sinks = ctx.saved_tensors[3]
-    return *grads, None if sinks is None else of_sinks, *(None for _ in range(6))
+    saved = ctx.saved_tensors  # asked for once: a block that is recomputed hands them out once
+    *grads, of_sinks = capped_attention_backward(gradient, *saved, *ctx.how)
+    return *grads, None if saved[3] is None else of_sinks, *(None for _ in range(6))
 
 
 capped_attention.register_autograd(_grad, setup_context=_save)
