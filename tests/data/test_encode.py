@@ -71,7 +71,7 @@ def test_the_same_tokens_at_the_same_places(kind: str, by_words: bool) -> None:
             plain = Encoded(inner.encode(text, add_special_tokens=False), len(text))
             assert found.ids.tolist() == plain.ids.tolist(), (again, text)
             for place in [0, len(text), *(rng.randint(0, len(text)) for _ in range(6))]:
-                assert found.first_from(place) == plain.first_from(place), (place, text)
+                assert found.edge(place) == plain.edge(place), (place, text)
 
 
 def test_special_tokens_that_swallow_blanks_are_left_to_the_tokenizer() -> None:

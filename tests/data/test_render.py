@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, str, str | None, str]] = {
     "chatml-default-system": (SYSTEM_FIRST, "<|im_end|>", None, "{}<|im_end|>"),
     "llama3": (LLAMA3, "<|eot_id|>", "<s>", "{}<|eot_id|>"),
     "mistral": (MISTRAL, "</s>", "<s>", " {}</s>"),
-    "stripping": (STRIPPING, "<|im_end|>", None, "{} <|im_end|>"),
+    "stripping": (STRIPPING, "<|im_end|>", None, "{} <|im_end|> <|endoftext|>"),
     "thinking": (THINKING, "<|im_end|>", None, "<think>\n\n</think>\n\n{}<|im_end|>"),
 }
 

@@ -70,12 +70,20 @@ def conversation(rng: random.Random, name: str, blanks: bool = True, tools: bool
             out += [{"role": "tool", "content": words(rng, earlier, blanks), "tool_call_id": c["id"]} for c in calls]
         earlier.append(words(rng, earlier, blanks))
         answer = earlier[-1]
-        if name in ("qwen3", "deepseek-r1") and rng.random() < 0.5:
+        if name in ("qwen3", "qwen3.5", "deepseek-r1") and rng.random() < 0.5:
             answer = f"<think>\n{answer}\n</think>\n\n{words(rng, earlier, blanks)}"
         out.append({"role": "assistant", "content": answer})
     if rng.random() < 0.15:
         out.append({"role": "user", "content": words(rng, earlier, blanks)})
     return tuple(out)
+
+
+def family_template(name: str) -> ChatTemplate:
+    return ChatTemplate(family_tokenizer(name), FAMILIES[name].stops)
+
+
+def family_renderer(name: str, kind: str = "bytes", loss_on: str = "assistant") -> Renderer:
+    return Renderer(family_tokenizer(name, kind), loss_on, FIELD, stops=FAMILIES[name].stops)
 
 
 def _call(rng: random.Random, number: int) -> Message:
@@ -110,15 +118,17 @@ def chat(messages: tuple[Message, ...], **more: Any) -> Example:
 def test_places_are_exact_to_the_character(name: str) -> None:
     """Any content, the quick way and the search: the text at the places is what the reference says."""
     rng, family = random.Random(f"places {name}"), FAMILIES[name]
-    template = ChatTemplate(family_tokenizer(name))
+    template = family_template(name)
     for number in range(120):
         tools = TOOLS if family.tools and number % 3 == 0 else ()
         messages = conversation(rng, name, tools=bool(tools))
         text, wanted = template.render(messages, tools), answers(messages)
         expected = [family.turn(messages, i) for i in wanted]
-        for find in (template.spans, template.search):
-            found = find(text, messages, wanted, tools)
-            assert [text[a:b] for a, b in found] == expected, messages
+        for find in (template.mask, template.search):
+            mask = find(text, messages, wanted, tools)
+            found = mask.spans
+            assert mask.text.startswith(text)
+            assert [mask.text[a:b] for a, b in found] == expected, messages
             assert all(a <= b <= c for (_, a), (b, c) in zip([(0, 0), *found], found, strict=False))
 
 
@@ -127,23 +137,33 @@ def test_places_are_exact_to_the_character(name: str) -> None:
 def test_learned_tokens_are_the_answers_and_their_ends(name: str, kind: str) -> None:
     rng, family, tokenizer = random.Random(f"{kind} {name}"), FAMILIES[name], family_tokenizer(name, kind)
     conversations = [conversation(rng, name, blanks=False) for _ in range(25)]
-    rendered = list(Renderer(tokenizer, "assistant", FIELD).render([chat(m) for m in conversations]))
+    rendered = list(family_renderer(name, kind).render([chat(m) for m in conversations]))
     for messages, document in zip(conversations, rendered, strict=True):
         assert isinstance(document, Document), document
-        assert learned(tokenizer, document) == [family.turn(messages, i) for i in answers(messages)]
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+        expected = [family.turn(messages, i) for i in answers(messages)]
+        assert learned(tokenizer, document) == [turn for turn in expected if turn]
+        text = rendered_text(name, tokenizer, messages)
         assert document.tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def rendered_text(name: str, tokenizer: Any, messages: tuple[Message, ...]) -> str:
+    """What is tokenised: the rendering, and behind a last answer that it leaves open the end of it."""
+    if name == "parts":
+        messages = tuple(m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages)
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    added = {"glm": "<|user|>", "apertus": "<|assistant_end|>"}.get(name, "")
+    return text + added if messages[-1]["role"] == "assistant" else text
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blanks_at_the_edges_are_lost_only_to_a_token_of_the_prompt(name: str) -> None:
     rng, family, tokenizer = random.Random(f"blanks {name}"), FAMILIES[name], family_tokenizer(name, "smollm2")
     conversations = [conversation(rng, name) for _ in range(20)]
-    documents = Renderer(tokenizer, "assistant", FIELD).render([chat(messages) for messages in conversations])
+    documents = family_renderer(name, "smollm2").render([chat(messages) for messages in conversations])
     for messages, document in zip(conversations, documents, strict=True):
         assert isinstance(document, Document)
         runs = learned(tokenizer, document)
-        expected = [family.turn(messages, i) for i in answers(messages)]
+        expected = [turn for i in answers(messages) if (turn := family.turn(messages, i))]
         assert len(runs) == len(expected)
         for run, turn in zip(runs, expected, strict=True):
             assert turn.endswith(run) and not turn[: len(turn) - len(run)].strip()
@@ -181,7 +201,7 @@ def test_bos_is_there_once_whoever_writes_it() -> None:
 
 def test_every_family_ends_its_answers() -> None:
     for name in FAMILIES:
-        check_template(family_tokenizer(name), "model.tokenizer")
+        check_template(family_tokenizer(name), "model.tokenizer", FAMILIES[name].stops)
 
 
 def test_a_template_with_tags_learns_what_the_tags_say() -> None:
@@ -224,6 +244,23 @@ MUTATIONS = {
         ),
         ["So it is.<|im_end|>", "That too.<|im_end|>"],
     ),
+    "no end of the last": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_end|>\n<|im_start|>assistant\n' }}{% endif %}",
+        ["So it is.<|im_end|>", "That too.<|im_end|>"],
+    ),
+    "another end for the last": (
+        CHATML.replace(
+            "'<|im_end|>\n'", "('<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>\n')"
+        ),
+        ["So it is.<|im_end|>", "That too.<|endoftext|>"],
+    ),
+    "a further token at the end of the conversation": (
+        CHATML.partition("{% if add")[0] + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% else %}{{ '<|endoftext|>' }}{% endif %}",
+        ["So it is.<|im_end|>", "That too.<|im_end|>"],
+    ),
     "length of the conversation in front": (
         "{{ messages | length ~ '\n' }}" + CHATML,
         ["So it is.<|im_end|>", "That too.<|im_end|>"],
@@ -249,11 +286,11 @@ REFUSED = {
     ),
     "twice": (CHATML.replace("m.content", "m.content + m.content"), "changes the assistant's text"),
     "no end": (CHATML.replace("<|im_end|>", ""), "with no special token"),
-    "no end of the last": (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-        "{% if not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_end|>\n<|im_start|>assistant\n' }}{% endif %}",
-        "with no special token",
+    "only the next role's marker": (FAMILIES["glm"].template, "with no special token"),
+    "plain text": (CHATML.replace("<|im_end|>", "</end>"), "with no special token"),
+    "another end of the question before the prompt": (
+        CHATML.replace("'<|im_end|>\n'", "('<|endoftext|>' if loop.last else '<|im_end|>\n')"),
+        "rewrites earlier turns",
     ),
     "another prompt": (
         CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>answer now\n'"),
@@ -292,7 +329,7 @@ def test_an_answer_that_a_template_changes_is_the_rows_fault_if_others_are_not()
 def test_end_of_turn_is_checked_before_the_run() -> None:
     from support.chat import chat_tokenizer
 
-    for case in ("no end", "no end of the last", "capitals"):
+    for case in ("no end", "only the next role's marker", "plain text", "capitals"):
         with pytest.raises(UserError) as caught:
             check_template(chat_tokenizer(REFUSED[case][0]), "model.tokenizer")
         assert REFUSED[case][1] in caught.value.problem

@@ -28,6 +28,7 @@ class Family:
     system: bool = True
     tools: bool = False
     blanks: bool = True  # whether blanks around a content survive
+    stops: tuple[str, ...] = ()  # of the model's generation config, besides eos
 
 
 def _end(mark: str, head: str = "", trim: bool = False) -> Turn:
@@ -235,6 +236,65 @@ NO_SYSTEM = (
 # As some old templates: nothing is written for add_generation_prompt, or the header always is.
 NO_PROMPT = CHATML.partition("{% if add_generation_prompt")[0]
 ALWAYS_PROMPT = NO_PROMPT + "{{ '<|im_start|>assistant\n' }}"
+# Two special tokens end an answer.
+COMMAND_A = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}{% if m.role == 'assistant' %}"
+    "{{ '<|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + '<|END_RESPONSE|>' }}{% else %}"
+    "{{ ('<|USER_TOKEN|>' if m.role == 'user' else '<|SYSTEM_TOKEN|>') + m.content }}{% endif %}"
+    "{{ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
+)
+# The end of turn is written once, behind the last message; turns are told apart by plain text.
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ ' ASSISTANT: ' + m.content + '\n' }}{% else %}{{ m.content + '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% else %}{{ eos_token }}{% endif %}"
+)
+# The same with markers of roles.
+METHARME = (
+    "{% for m in messages %}{{ {'user': '<|user|>', 'assistant': '<|model|>', 'system': '<|system|>'}[m.role] }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|model|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
+# Nothing but the marker of the next role parts the turns, and the model stops at it.
+GLM = (
+    "{{ '[gMASK]<sop>' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# The last answer is left open.
+APERTUS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '_start|>' + m.content }}"
+    "{% if m.role != 'assistant' or not loop.last %}{{ '<|' + m.role + '_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant_start|>' }}{% endif %}"
+)
+# A second answer in a row is not asked for, and has a header all the same.
+ASKED_ONCE = CHATML.replace("add_generation_prompt %}", "add_generation_prompt and messages[-1].role != 'assistant' %}")
+# What the prompt ends with stands in the last answer, empty, and not in earlier ones.
+QWEN35 = QWEN3.replace(
+    "'<|im_start|>assistant\n' -}}{%- endif -%}", "'<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"
+)
+# Contents as parts alone, as templates of models that see have it.
+PARTS = CHATML.replace("m.content", "m.content[0].text if m.content is not string else ''").replace(
+    "+ m.content[0].text if m.content is not string else '' +",
+    "+ (m.content[0].text if m.content is not string else '') +",
+)
+# Tool calls with arguments as JSON text; "" beside them makes a turn of its own.
+DISTILL = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '<|User|>' + m.content -}}
+{%- elif m.role == 'tool' -%}{{- '<|tool_output_begin|>' + m.content + '<|tool_output_end|>' -}}
+{%- elif m.role == 'assistant' -%}
+{%- if m.tool_calls -%}
+{{- '<|Assistant|><|tool_calls_begin|>' -}}
+{%- for c in m.tool_calls -%}
+{{- '<|tool_call_begin|>' + c.function.name + '<|tool_sep|>' + c.function.arguments + '<|tool_call_end|>' -}}
+{%- endfor -%}
+{{- '<|tool_calls_end|>' + eos_token -}}
+{%- endif -%}
+{%- if m.content is not none -%}{{- '<|Assistant|>' + m.content + eos_token -}}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|Assistant|>' -}}{%- endif -%}"""
 WORDY_END = CHATML.replace("m.content + '<|im_end|>\n'", "m.content + '\n(over)' + '<|im_end|>\n\n'")
 
 
@@ -289,6 +349,11 @@ def _qwen3_turn(messages: Sequence[Message], index: int) -> str:
     return words + "<|im_end|>"
 
 
+def _qwen35_turn(messages: Sequence[Message], index: int) -> str:
+    """As before, but what the prompt ends with is no part of the answer."""
+    return _qwen3_turn(messages, index).removeprefix("<think>\n")
+
+
 def _harmony_turn(messages: Sequence[Message], index: int) -> str:
     if calls := messages[index].get("tool_calls"):
         inner = calls[0]["function"]
@@ -298,7 +363,30 @@ def _harmony_turn(messages: Sequence[Message], index: int) -> str:
     return f"<|channel|>final<|message|>{messages[index]['content']}{end}"
 
 
+def _distill_turn(messages: Sequence[Message], index: int) -> str:
+    message, end = messages[index], "<|end_of_sentence|>"
+    if not message.get("tool_calls"):
+        return str(message["content"]) + end
+    calls = "".join(
+        f"<|tool_call_begin|>{c['function']['name']}<|tool_sep|>"
+        f"{json.dumps(c['function']['arguments'], ensure_ascii=False)}<|tool_call_end|>"
+        for c in message["tool_calls"]
+    )
+    return f"<|tool_calls_begin|>{calls}<|tool_calls_end|>{end}"
+
+
+def _last(end: str, head: str = "") -> Turn:
+    """An end that only the last message of a conversation has."""
+
+    def turn(messages: Sequence[Message], index: int) -> str:
+        content = str(messages[index]["content"])
+        return head + content + end if index == len(messages) - 1 else (head + content).rstrip()
+
+    return turn
+
+
 _IM = ("<|im_start|>", "<|im_end|>")
+_ROLES = ("<|user|>", "<|assistant|>", "<|system|>", "<|model|>")
 _LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
 _V3 = ("[TOOL_CALLS]", *(f"[{s}{w}]" for w in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS") for s in ("", "/")))
 _DEEP = (
@@ -352,6 +440,27 @@ FAMILIES: dict[str, Family] = {
     "no-system": Family(NO_SYSTEM, _end("<|im_end|>"), "<|im_end|>", special=_IM, system=False),
     "no-prompt": Family(NO_PROMPT, _end("<|im_end|>"), "<|im_end|>", special=_IM),
     "always-prompt": Family(ALWAYS_PROMPT, _end("<|im_end|>"), "<|im_end|>", special=_IM),
+    "command-a": Family(
+        COMMAND_A,
+        _end("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
+        "<|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>",
+        (*_COMMAND, "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    "vicuna": Family(VICUNA, _last("\n</s>", " "), "</s>", "<s>"),
+    "metharme": Family(METHARME, _last("</s>"), "</s>", special=_ROLES),
+    "glm": Family(GLM, _end("<|user|>"), "<|endoftext|>", special=("[gMASK]", "<sop>", *_ROLES), stops=("<|user|>",)),
+    "apertus": Family(
+        APERTUS,
+        _end("<|assistant_end|>"),
+        "<|assistant_end|>",
+        "<s>",
+        tuple(f"<|{role}_{side}|>" for role in ("user", "assistant", "system") for side in ("start", "end")),
+    ),
+    "asked-once": Family(ASKED_ONCE, _end("<|im_end|>"), "<|im_end|>", special=_IM),
+    "qwen3.5": Family(QWEN35, _qwen35_turn, "<|im_end|>", special=_IM),
+    "parts": Family(PARTS, _end("<|im_end|>"), "<|im_end|>", special=_IM),
+    "distill": Family(DISTILL, _distill_turn, "<|end_of_sentence|>", "<|begin_of_sentence|>", _DEEP, False, True),
     "wordy-end": Family(WORDY_END, _end("\n(over)<|im_end|>"), "<|im_end|>", special=_IM),
 }
 

@@ -57,6 +57,10 @@ class Encoded:
         begin, _ = encoding.token_to_chars(token)
         return int(token) if begin >= place else int(token) + 1
 
+    def edge(self, place: int) -> tuple[int, int]:
+        """`first_from` and `reaches`."""
+        return self.first_from(place), self.reaches(place)
+
     def reaches(self, place: int) -> int:
         """Where the token ends that begins before this character and reaches beyond; the place itself if none does."""
         token = self._encoding.char_to_token(place) if place < self._length else None
@@ -78,6 +82,11 @@ class Joined:
         """The first token that begins at this character or later."""
         index, inside = self._locate(place)
         return self._tokens[index] + sum(begin < inside for begin in self._pieces[index][1])
+
+    def edge(self, place: int) -> tuple[int, int]:
+        """`first_from` and `reaches`, quickly where a piece begins, as most edges of answers do."""
+        index, inside = self._locate(place)
+        return (self.first_from(place), self.reaches(place)) if inside else (self._tokens[index], place)
 
     def reaches(self, place: int) -> int:
         """Where the token ends that begins before this character and reaches beyond; the place itself if none does."""

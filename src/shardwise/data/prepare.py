@@ -35,7 +35,7 @@ from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, 
 from shardwise.errors import UserError
 from shardwise.launch.cpu import usable_cores
 
-FORMAT = 6  # raised when the same rows give other tokens or masks
+FORMAT = 7  # raised when the same rows give other tokens or masks
 INLINE = 8 << 20  # bytes of source files that are tokenised on the spot
 BEAT = 1.0  # seconds without a finished chunk after which the progress is told again
 LITTER = 60.0  # seconds after which a folder of work whose owner holds no lock is litter
@@ -108,20 +108,22 @@ def prepare_data(
     tell: Tell | None = None,
     purpose: Purpose = "causal",
     labels: tuple[str, ...] = (),
+    stops: tuple[str, ...] = (),
 ) -> Prepared:
     """Finds or makes everything the run will learn from; `early` returns as soon as a run can begin."""
     share = data.eval_share
     specs = [
-        Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary, purpose, labels) for i, s in enumerate(data.train)
+        Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary, purpose, labels, stops)
+        for i, s in enumerate(data.train)
     ]
     whole = data.model_copy(update={"refine": Refine()})  # what is measured by is not refined
     specs += [
-        Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary, purpose, labels)
+        Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary, purpose, labels, stops)
         for i, s in enumerate(data.eval_sources)
     ]
     digests = [content_digest(spec.source, spec.field) for spec in specs]
     everything = hashlib.sha256("".join(digests).encode()).hexdigest()
-    shape = template_fingerprint(tokenizer)
+    shape = " ".join([template_fingerprint(tokenizer), *stops])
     folders = [
         cache_root() / "data" / _key(spec, digest, shape, everything)
         for spec, digest in zip(specs, digests, strict=True)

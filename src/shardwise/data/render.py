@@ -4,8 +4,8 @@ Each example becomes one text and the places in it that are learned; texts are t
 become tokens through the tokenizer's own offsets. Which places a conversation has is found in template.py.
 
 [Note: boundaries] A token belongs to the part it begins in. One that begins in a prompt and reaches into the answer is
-not learned: the prompt that a model is asked with ends otherwise. An end of turn that takes the newline behind it along
-(Phi-3's do) is learned.
+not trained on: the prompt that a model is asked with ends otherwise. Nor is one that begins in an answer and reaches
+into the words of the next turn. An end of turn that takes the newline behind it along (Phi-3's do) is trained on.
 
 [Note: begin and end] A chat template writes its own BOS, so none is added to what it renders. Everything else gets the
 BOS that the tokenizer adds by itself, and an EOS; neither is doubled where the text has it. Plain text, segments and
@@ -24,8 +24,17 @@ from shardwise.config.objectives import Purpose
 from shardwise.data.encode import Encoded, Encoder, Joined
 from shardwise.data.examples import BadRow, Document, Example, Message
 from shardwise.data.purposes import ROW_PURPOSES, RowRenderer
-from shardwise.data.remarks import BLANK_BEFORE, EMPTY_ANSWER, FIRST_WORD, NOT_WRITTEN, RUN_TOGETHER
+from shardwise.data.remarks import (
+    BLANK_BEFORE,
+    EMPTY_ANSWER,
+    FIRST_WORD,
+    FIRST_WORD_CHAT,
+    NOT_WRITTEN,
+    RUN_TOGETHER,
+    THOUGHTS_DROPPED,
+)
 from shardwise.data.template import SAYING, ChatTemplate, RowFault, Span, TemplateFault
+from shardwise.data.turns import THOUGHTS
 from shardwise.errors import UserError
 
 BATCH = 256  # examples that are rendered in one call
@@ -46,7 +55,13 @@ class Renderer:
     """Makes documents of examples with one tokenizer."""
 
     def __init__(
-        self, tokenizer: Any, loss_on: str, field: str, purpose: Purpose = "causal", labels: Sequence[str] = ()
+        self,
+        tokenizer: Any,
+        loss_on: str,
+        field: str,
+        purpose: Purpose = "causal",
+        labels: Sequence[str] = (),
+        stops: Sequence[str] = (),
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             problem = "has no fast version (tokenizer.json), which exact loss masks need"
@@ -56,7 +71,7 @@ class Renderer:
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
         self.last = [eos] if eos is not None else []
-        self.template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer, stops)
         self.encoder = Encoder(_inner(tokenizer))
         self.rows = RowRenderer(tokenizer, field, purpose, labels) if purpose in ROW_PURPOSES else None
 
@@ -159,7 +174,7 @@ class Renderer:
         remarks = tuple(NOT_WRITTEN + field for field in unwritten)
         if self.loss_on == "all":
             left_out = tuple(i for i, w in enumerate(weights) if w == 0)
-            spans = self.template.spans(text, messages, left_out, tools) if left_out else []
+            spans = self.template.mask(text, messages, left_out, tools).spans if left_out else []
             return _Plan(text, _rest(spans, len(text)), remarks=remarks)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers and 1 not in weights:
@@ -169,7 +184,12 @@ class Renderer:
         wanted = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
         if any(not messages[i]["content"].strip() and _silent(messages[i], unwritten) for i in wanted):
             remarks = (*remarks, EMPTY_ANSWER)
-        return _Plan(text, self.template.spans(text, messages, wanted, tools) if wanted else [], remarks=remarks)
+        if any(thought not in text for i in wanted for thought in _thoughts(messages[i], unwritten)):
+            remarks = (*remarks, THOUGHTS_DROPPED)
+        if not wanted:
+            return _Plan(text, [], remarks=remarks)
+        mask = self.template.mask(text, messages, wanted, tools)
+        return _Plan(mask.text, mask.spans, remarks=(*remarks, *mask.notes))
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
@@ -189,7 +209,15 @@ class Renderer:
         ids, remarks = encoded.ids, plan.remarks
         learned = np.zeros(len(ids), dtype=bool)
         for begin, end in plan.spans:  # tokens that begin within them
-            learned[encoded.first_from(begin) : encoded.first_from(end)] = True
+            (start, reach), (stop, beyond) = encoded.edge(begin), encoded.edge(end)
+            if beyond > end and not plan.plain and stop > start and plan.text[end:beyond].strip():
+                stop -= 1  # the token is the next turn's as well
+            learned[start:stop] = True
+            if reach > begin and not plan.plain and plan.text[begin:reach].strip():
+                remarks += (FIRST_WORD_CHAT,) if FIRST_WORD_CHAT not in remarks else ()
+                if not self.template.markers.all.sub("", plan.text[reach:end]).strip():
+                    problem = "an answer is part of the token that ends the prompt, so none of its words is trained on"
+                    return BadRow(example.where, example.number, problem, "use a template whose prompt ends otherwise")
         if plan.plain:
             if example.kind == "pair" and example.text and not learned.any():
                 problem = "the answer is part of the token that ends the prompt, so none of it would be learned"
@@ -237,6 +265,16 @@ def _silent(message: Message, unwritten: Sequence[str]) -> bool:
     return not any(message.get(key) for key in SAYING if key not in unwritten)
 
 
+def _thoughts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
+    """What a message thinks, in its content or in fields that are written for some messages at least."""
+    before, tag, _ = str(message["content"]).partition("</think>")
+    if tag:
+        yield before.removeprefix("<think>").strip()
+    if len(message) > 2:
+        fields = (message.get(key) for key in THOUGHTS if key not in unwritten)
+        yield from (field.strip() for field in fields if isinstance(field, str))
+
+
 def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
     """What is odd about the place where what is learned begins: see [Note: boundaries]."""
     if not 0 < begin < len(text):
@@ -249,7 +287,7 @@ def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
 
 def _rest(spans: list[Span], length: int) -> list[Span]:
     """What lies between spans."""
-    edges = [0, *(edge for span in sorted(spans) for edge in span), length]
+    edges = [0, *(min(edge, length) for span in sorted(spans) for edge in span), length]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
@@ -276,13 +314,13 @@ def _blank_first(token: str) -> bool:
     return token[:1] in ("Ġ", "▁", " ")
 
 
-def check_template(tokenizer: Any, field: str) -> None:
+def check_template(tokenizer: Any, field: str, stops: Sequence[str] = ()) -> None:
     """Chat data needs a template under which answers can be found and end; say so before any row is read."""
     if not tokenizer.chat_template:
         problem = "the data are conversations, but the tokenizer has no chat template"
         remedy = "train an instruct model, set model.tokenizer to one that has a template, or use rows with text"
         raise UserError(field, None, problem, remedy)
     try:
-        ChatTemplate(tokenizer).check()
+        ChatTemplate(tokenizer, stops).check()
     except TemplateFault as fault:
         raise UserError(field, None, fault.problem, fault.remedy) from None

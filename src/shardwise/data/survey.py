@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.objectives import Purpose
 from shardwise.config.resolve import Resolution, purpose_of, resolve_model, resolve_objective, task_wanted
 from shardwise.config.schema import Data, Run, Train
 from shardwise.data.bill import Bill, PackingBill, SourceBill, StepsBill
@@ -62,30 +61,32 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
     result = Resolution(run)
     resolve_objective(result, source.task)
     tokenizer = source.load_tokenizer()
+    stops = source.stop_tokens(tokenizer)
     try:
         source = adapt_model(result, source, tokenizer)
         resolve_model(result, source.config)
         source = settle_attention(result, source, say)
     except UserError as error:
         raise Problems([error]) from None
-    run, purpose, labels = result.run, purpose_of(result.run), labels_of(result.run)
+    run = result.run
+    known: dict[str, Any] = {"purpose": purpose_of(run), "labels": labels_of(run), "stops": stops}
     data, seed = run.data, run.train.seed
     vocabulary = vocabulary_size(build_on_meta(source))
     try:
-        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=tell, purpose=purpose, labels=labels)
+        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=tell, **known)
     except UserError as error:
-        raise Problems(_every_problem(data, tokenizer, seed, purpose, labels) or [error]) from None
+        raise Problems(_every_problem(data, tokenizer, seed, known) or [error]) from None
     return Survey(run, tokenizer, source.tokenizer, prepared)
 
 
-def _every_problem(data: Data, tokenizer: Any, seed: int, purpose: Purpose, labels: tuple[str, ...]) -> list[UserError]:
+def _every_problem(data: Data, tokenizer: Any, seed: int, known: dict[str, Any]) -> list[UserError]:
     """Each source on its own, since the first mistake ends the preparation of all."""
     found: list[UserError] = []
     for kind, sources in (("train", data.train), ("eval", data.eval_sources)):
         for index, source in enumerate(sources):
             alone = data.model_copy(update={"train": (source,), "eval": 0.0})
             try:
-                prepare_data(alone, tokenizer, seed, purpose=purpose, labels=labels)
+                prepare_data(alone, tokenizer, seed, **known)
             except UserError as error:
                 field = re.sub(r"^data\.train(\.0)?", f"data.{kind}.{index}", error.field)
                 same = UserError(field, error.value, error.problem, error.remedy)
@@ -183,7 +184,7 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
     detected, tasks = look(spec)
     skip = spec.data.model_copy(update={"on_bad_row": "skip"})
     reader = RowReader(replace(spec, data=skip), detected, None)
-    renderer = Renderer(found.tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels)
+    renderer = Renderer(found.tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels, spec.stops)
     for task in tasks:
         examples = [e for e in reader.examples(task, {}, Fates())[0] if chosen(e.number, e.where)]
         texts = {e.number for e in examples if e.kind == "text"}

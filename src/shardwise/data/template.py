@@ -1,32 +1,44 @@
 """Where in a rendered conversation the answers lie, for any chat template.
 
 [Note: assistant mask] Chat templates rarely mark what the assistant said, and some rewrite turns that lie further back
-(they drop old thoughts). So each place is found in the rendering of the whole conversation:
+(they drop old thoughts). So each place is constructed from what the template writes, and proven in the rendering of the
+whole conversation (turns.py):
   - The end of a message: the conversation is rendered again with a stamp, text that nobody writes, at the end of each
     content. If the second rendering without its stamps is the first, the stamps stood where the contents end.
   - The beginning of an answer: what the template writes after the message before it when asked for the generation
     prompt must stand there in the whole rendering too. What comes next is what the model has to write.
-  - The end of turn: the first special token behind the answer, which is learned; a newline behind it is not.
-Where one of these cannot be told, nothing is guessed: the row or the template is refused.
+  - The end of turn: what the template writes behind the answer whatever follows it; see [Note: end of turn] in ends.py.
+Where one of these cannot be decided, nothing is guessed: the row or the template is refused. `{% generation %}` tags
+are compared with the result; see [Note: tags] in tags.py.
 
 [Note: shapes] That takes some renderings per conversation. Conversations with the same roles mostly differ in their
 contents alone, so the search is done once for each sequence of roles, on stamps, and gives the text between contents.
 For each conversation this is put together with its contents; only if the result is its rendering, to the character,
 are the places taken over. So the quick way is checked for every row and costs one rendering.
+
+[Note: forms] Templates differ in what they take for a message: tool arguments as an object or as JSON, no content as ""
+or as None, content as text or as parts. The first form is used in which the template writes what it was given.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.data.ends import Around, End, Markers, any_of
 from shardwise.data.examples import Message
+from shardwise.data.manner import TOOL, Manner, look_at
+from shardwise.data.remarks import END_ONCE
+from shardwise.data.tags import Tags, held_against
+from shardwise.data.turns import THOUGHTS, Mask, RowFault, Span, TemplateFault, Turns, stamps
 
-Span = tuple[int, int]
+__all__ = ["SAYING", "ChatTemplate", "Mask", "RowFault", "Span", "TemplateFault"]
 SHAPES = 1024  # sequences of roles that are remembered
-SAYING = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # fields that say something, like the content
+SAYING = ("tool_calls", *THOUGHTS)  # fields that say something, like the content
 WATCHED = {*SAYING, "name"}  # ids only serve to match calls
 
 
@@ -34,47 +46,50 @@ WATCHED = {*SAYING, "name"}  # ids only serve to match calls
 REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
-class RowFault(Exception):
-    """A conversation that cannot be learned from; `message` is the one to blame, counted from 0."""
-
-    def __init__(self, problem: str, remedy: str, message: int | None = None) -> None:
-        super().__init__(problem)
-        self.problem, self.remedy, self.message = problem, remedy, message
-
-
-class TemplateFault(Exception):
-    """A template that leaves open what the assistant said."""
-
-    def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(problem)
-        self.problem, self.remedy = problem, remedy
-
-
 @dataclass(frozen=True)
-class _Manner:
-    """How a template treats a plain answer.
+class Form:
+    """How messages are handed to the template; see [Note: forms]."""
 
-    header   what it writes before an answer although it has no generation prompt
-    forced   the end of the generation prompt that finished answers lack (`<think>` of some reasoning models)
-    closing  what ends a turn, up to and with its special token
-    """
+    parts: bool = False
+    json: bool = False
+    empty: str | None = ""
 
-    header: str = ""
-    forced: str = ""
-    closing: str = ""
+    def __call__(self, message: Message) -> Message:
+        """The message in this form."""
+        if calls := message.get("tool_calls"):
+            message = message | {"tool_calls": [self._call(c) for c in calls]} if self.json else message
+            if not message.get("content"):
+                return message | {"content": self.empty}
+        if self.parts:
+            message = message | {"content": [{"type": "text", "text": message["content"]}]}
+        return message
+
+    @staticmethod
+    def _call(call: Any) -> Any:
+        inner = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(inner, dict) or isinstance(inner.get("arguments"), str):
+            return call
+        text = json.dumps(inner.get("arguments", {}), ensure_ascii=False)
+        return call | {"function": inner | {"arguments": text}}
+
+
+PLAIN = Form()
+CALLS = [PLAIN, Form(empty=None), Form(json=True), Form(json=True, empty=None)]
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A rendering without its contents: the text around them, which content goes where, and the places to learn."""
+    """A rendering without its contents: the text around them, which content goes where, and the places to train on."""
 
     literals: tuple[str, ...]
     order: tuple[int, ...]
     trims: tuple[Callable[[str], str] | None, ...]
     places: tuple[tuple[int, int, int, int], ...]  # literal and offset in it, of the beginning and of the end
+    added: str  # behind the rendering
+    notes: tuple[str, ...]
 
-    def fit(self, text: str, messages: Sequence[Message]) -> list[Span] | None:
-        """The spans, if these contents make exactly this text."""
+    def fit(self, text: str, messages: Sequence[Message]) -> Mask | None:
+        """The places, if these contents make exactly this text."""
         parts, starts, at = [self.literals[0]], [0], len(self.literals[0])
         for index, trim, literal in zip(self.order, self.trims, self.literals[1:], strict=True):
             content = messages[index]["content"]
@@ -86,31 +101,69 @@ class _Shape:
             parts += (content, literal)
         if at != len(text) or "".join(parts) != text:
             return None
-        return [(starts[a] + b, starts[c] + d) for a, b, c, d in self.places]
+        spans = [(starts[a] + b, starts[c] + d) for a, b, c, d in self.places]
+        return Mask(text + self.added, spans, self.notes)
+
+
+class _KnownEnds:
+    """Ends of turn that were found, by what stood behind the answer up to the next content."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str | None, bool], dict[str, End]] = {}
+
+    def quick(self, rest: str, follows: str | None, calls: bool) -> End | None:
+        """The end, if what follows is the same as before, to the character."""
+        known = self._found.get((follows, calls), {})
+        if follows is None:
+            return known.get(rest)
+        return max(((gap, end) for gap, end in known.items() if rest.startswith(gap)), default=("", None))[1]
+
+    def note(self, end: End, around: Around, follows: str | None, calls: bool) -> None:
+        """Remembers an end."""
+        seen = (around.last if follows is None else around.gaps[follows]) or ""
+        if end.text and (seen.strip() or follows is None):
+            known = self._found.setdefault((follows, calls), {})
+            if len(known) < SHAPES:
+                known[seen.lstrip()] = end
 
 
 class ChatTemplate:
-    """A tokenizer's template: renders conversations and finds what is to be learned in them."""
+    """A tokenizer's template: renders conversations and finds what is to be trained on in them.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `stops`: the tokens at which the model's generation config ends an answer.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Iterable[str] = ()) -> None:
         self.tokenizer = tokenizer
-        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        special |= set(tokenizer.all_special_tokens)
-        self._special = any_of(special)
-        self._marks = any_of(special | set(tokenizer.get_added_vocab()))
-        self._known: _Manner | None = None
+        self.markers = Markers(tokenizer, stops)
+        self.ends = _KnownEnds()
+        self.tags = Tags(tokenizer)
+        self.form, self._looked = PLAIN, False
+        self._calls_form: Form | None = None
+        self._known: Manner | None = None
+        self._spelled: re.Pattern[str] | None = None
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], _Shape | None] = {}
+
+    def forms(self) -> tuple[Form, ...]:
+        """The forms to try for contents; see [Note: forms]."""
+        return PLAIN, Form(parts=True)
 
     # --- rendering ---------------------------------------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompt: bool = False) -> str:
-        """The conversation as text; `prompt` adds what asks for the next answer."""
-        return str(self._apply(list(messages), tools, prompt))
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        prompt: bool = False,
+        way: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text; `prompt` adds what asks for the next answer, `way` are further settings."""
+        return str(self._apply([messages], tools, prompt, way or {})[0])
 
     def render_many(self, conversations: Sequence[Sequence[Message]]) -> list[str | RowFault]:
         """Conversations without tools, in one call where none of them is refused."""
         try:
-            return list(self._apply([list(c) for c in conversations], (), False)) if conversations else []
+            return list(self._apply(conversations, (), False, {})) if conversations else []
         except RowFault:
             return [self._one(c) for c in conversations]
 
@@ -120,33 +173,82 @@ class ChatTemplate:
         except RowFault as fault:
             return fault
 
-    def _apply(self, messages: list[Any], tools: Sequence[Any], prompt: bool) -> Any:
+    def _apply(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Any], prompt: bool, way: Mapping[str, Any]
+    ) -> list[Any]:
         from jinja2 import TemplateError
 
+        given = [self._formed(messages) for messages in conversations]
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+            rendered: list[Any] = self.tokenizer.apply_chat_template(
+                given, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **way
             )
         except (*REFUSALS, TemplateError) as error:
             problem = f"the chat template refuses this conversation ({error})"
-            raise RowFault(problem, "mend the roles and their order") from None
+            raise RowFault(problem, "correct the roles and their order") from None
+        return rendered
+
+    def _formed(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the form that this template takes."""
+        if not self._looked:
+            self._looked = True
+            with contextlib.suppress(TemplateFault):  # of no matter where everything is trained on
+                self.manner()  # which finds the form of contents
+        form = self.form
+        if form is PLAIN and max(map(len, messages), default=0) > 2 and any("tool_calls" in m for m in messages):
+            form = self._form_of_calls()
+        return list(messages) if form is PLAIN else [form(m) for m in messages]
+
+    def _form_of_calls(self) -> Form:
+        if self._calls_form is None:
+            self._calls_form = next((form for form in CALLS if self._takes(form)), PLAIN)
+        return self._calls_form
+
+    def _takes(self, form: Form) -> bool:
+        """Whether a message with a tool call in this form is written as one turn and as JSON."""
+        (key,) = stamps("", 1)
+        call: dict[str, Any] = {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "find", "arguments": {key: key}},
+        }
+        asks: Message = {"role": "user", "content": "Why?"}
+        messages = [asks, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before, self._calls_form = self._calls_form, form
+        try:
+            text = self.render(messages, [TOOL])
+            begin, end = self.search(text, messages, (1,), [TOOL]).spans[0]
+        except (RowFault, TemplateFault):
+            return False
+        finally:
+            self._calls_form = before
+        return f"{{'{key}" not in text and "None" not in text[begin:end]
 
     def check_spelling(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> None:
         """[Note: markup in content] A message that spells a special token would be tokenised as that token.
 
         That would make turns that nobody took, or an answer that ends half-way. The tokenizer cannot be told which
-        occurrence is text, so the row is refused.
+        occurrence is text, so the row is refused. Other added tokens count where the template parts turns with them.
         """
+        if self._spelled is None:
+            self._spelled = self._markup()
         for index, message in enumerate(messages):
             plain = len(message) == 2 and isinstance(message.get("content"), str)
             for text in (message["content"],) if plain else _strings(message):
-                if found := self._special.search(text):
+                if found := self._spelled.search(text):
                     problem = f"the content spells {found[0]}, which the tokenizer reads as markup"
                     raise RowFault(problem, "write it differently (a space inside will do) or delete the row", index)
         for text in _strings(list(tools)):
-            if found := self._special.search(text):
+            if found := self._spelled.search(text):
                 problem = f"the tools spell {found[0]}, which the tokenizer reads as markup"
                 raise RowFault(problem, "write it differently (a space inside will do) or delete the row")
+
+    def _markup(self) -> re.Pattern[str]:
+        try:
+            manner = self.manner()
+        except TemplateFault:  # of no matter where everything is trained on
+            return self.markers.special
+        return any_of({*self.markers.words, *manner.opening.seen, *manner.stops, *manner.known})
 
     def unwritten(self, text: str, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]:
         """The fields that have no part in `text`, the conversation's rendering: without them it is the same."""
@@ -162,9 +264,7 @@ class ChatTemplate:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def spans(
-        self, text: str, messages: Sequence[Message], wanted: tuple[int, ...], tools: Sequence[Any] = ()
-    ) -> list[Span]:
+    def mask(self, text: str, messages: Sequence[Message], wanted: tuple[int, ...], tools: Sequence[Any] = ()) -> Mask:
         """Where in `text`, their rendering, the wanted messages and their ends of turn lie."""
         if not tools and all(isinstance(m.get("content"), str) and not m.get("tool_calls") for m in messages):
             key = tuple([m["role"] for m in messages]), wanted
@@ -173,70 +273,43 @@ class ChatTemplate:
                     self._shapes.clear()
                 self._shapes[key] = self._shape(*key)
             shape = self._shapes[key]
-            if shape is not None and (found := shape.fit(text, messages)) is not None:
-                return found
+            if shape is not None and not self._edges(shape, messages, wanted):
+                found = shape.fit(text, messages)
+                if found is not None:
+                    return found
         return self.search(text, messages, wanted, tools)
+
+    def _edges(self, shape: _Shape, messages: Sequence[Message], wanted: tuple[int, ...]) -> bool:
+        """Whether the edges of contents matter to where an answer begins or ends."""
+        forced = self.manner().forced  # what the prompt ends with, and an answer may begin with by itself
+        if not forced and END_ONCE not in shape.notes:
+            return False
+        contents = [messages[i]["content"] for i in wanted]
+        if forced and any(content.lstrip().startswith(forced) for content in contents):
+            return True
+        return END_ONCE in shape.notes and any(content != content.rstrip() or not content for content in contents)
 
     def check(self) -> None:
         """Raises TemplateFault where a plain answer could not be told apart or would not end."""
-        self._manner()
+        self.manner()
 
     def search(
         self, text: str, messages: Sequence[Message], wanted: tuple[int, ...], tools: Sequence[Any] = ()
-    ) -> list[Span]:
-        """What `spans` gives, by [Note: assistant mask] alone."""
-        return _Search(self, text, list(messages), list(tools)).spans(wanted)
+    ) -> Mask:
+        """What `mask` gives, by [Note: assistant mask] alone."""
+        turns = Turns(self, text, list(messages), list(tools))
+        found = turns.mask(wanted)
+        tagged = self.tags.spans(text, self._formed(messages), tools)
+        if tagged is None:
+            return found
+        others = [place for i, place in turns.ends.items() if messages[i]["role"] != "assistant"]
+        return held_against(found, [turns.words[i] for i in wanted], tagged, others)
 
-    def end_of_turn(self, closing: str, calls: bool = False) -> int | None:
-        """Where, in what follows an answer, its end of turn ends.
-
-        After words it comes next, or blanks first. After tool calls (and in templates that write something more) it is
-        the token that ends plain answers, or the tokenizer's eos; else, after calls, any special token.
-        """
-        blank = len(closing) - len(closing.lstrip())
-        if not calls and (mark := self._marks.match(closing, blank)):
-            return mark.end()
-        known = self._marks.findall(self._known.closing)[-1:] if self._known else []
-        ends = [closing.find(e) + len(e) for e in [*known, self.tokenizer.eos_token] if e and e in closing]
-        if ends:
-            return min(ends)
-        if calls and (mark := self._special.search(closing)):
-            return mark.end()
-        return None
-
-    def _manner(self) -> _Manner:
+    def manner(self) -> Manner:
+        """How this template treats a plain answer, looked at once."""
         if self._known is None:
-            self._known = self._learn_manner()
+            self._known = look_at(self)
         return self._known
-
-    def _learn_manner(self) -> _Manner:
-        """Looks at one question and one answer that cannot be mistaken for anything else."""
-        question, answer = stamps("", 2)
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        for lead in ([], [{"role": "system", "content": "Be kind."}]):
-            try:
-                text = self.render([*lead, *turns])
-                asked, ready = self.render([*lead, turns[0]]), self.render([*lead, turns[0]], prompt=True)
-                break
-            except RowFault:
-                continue
-        else:
-            return _Manner()  # a template with wishes of its own; each row is searched without this knowledge
-        if text.count(answer) != 1:
-            raise changes_text()
-        closing = text.partition(answer)[2]
-        end = self.end_of_turn(closing)
-        if end is None:
-            raise no_end()
-        closing = closing[:end].lstrip()
-        if text.count(question) != 1 or ready.count(question) != 1:
-            return _Manner(closing=closing)
-        gap = text.partition(question)[2].partition(answer)[0]
-        prompt = ready.partition(question)[2]
-        if gap.startswith(prompt):
-            header = gap[len(prompt) :]
-            return _Manner(header=header if header.strip() and asked == ready else "", closing=closing)
-        return _Manner(forced=prompt[len(gap) :] if prompt.startswith(gap) else "", closing=closing)
 
     def _shape(self, roles: tuple[str, ...], wanted: tuple[int, ...]) -> _Shape | None:
         marks = stamps("", len(roles))
@@ -262,211 +335,13 @@ class ChatTemplate:
             index = max(n for n, start in enumerate(starts) if start <= position)
             return index, position - starts[index]
 
-        places = tuple((*locate(a), *locate(b)) for a, b in found)
-        if any(b > len(literals[a]) or d > len(literals[c]) for a, b, c, d in places):
+        places = tuple((*locate(a), *locate(b)) for a, b in found.spans)
+        added = found.text[len(text) :]
+        lengths = [*map(len, literals[:-1]), len(literals[-1] + added)]
+        if any(b > lengths[a] or d > lengths[c] for a, b, c, d in places):
             return None
-        return _Shape(tuple(literals), tuple(order), tuple(_trim(padded, marks[i]) for i in order), places)
-
-
-class _Search:
-    """The places of one conversation."""
-
-    def __init__(self, template: ChatTemplate, text: str, messages: list[Message], tools: list[Any]) -> None:
-        self.template, self.text, self.messages, self.tools = template, text, messages, tools
-        self.stamps = stamps(text, len(messages))
-        self.ends: dict[int, int] = {}  # message → where its content ends
-        self.inside: dict[int, bool] = {}  # whether its stamp stood before the blanks at its end, or behind them
-
-    def spans(self, wanted: tuple[int, ...]) -> list[Span]:
-        self._find_ends(wanted)
-        return [self._answer(i) if self.messages[i]["role"] == "assistant" else self._other(i) for i in wanted]
-
-    def _answer(self, index: int) -> Span:
-        manner, message = self.template._manner(), self.messages[index]
-        begin = self._begin(index, manner)
-        if message.get("tool_calls"):
-            if _said(message) and index not in self.ends:
-                problem = "the chat template leaves out the content of a message with tool calls"
-                raise RowFault(problem, "put it in a message of its own, or use another template", index)
-            return begin, self._end_of_calls(index)
-        if index not in self.ends:
-            raise self._lost(index)
-        place = self.ends[index]
-        if not _same_words(self.text[begin:place], message["content"]):
-            raise _other_words(index)
-        return begin, self._end(index, place, manner)
-
-    def _other(self, index: int) -> Span:
-        """A message that is not the assistant's: its content, and the end of turn if it is that of answers."""
-        if index not in self.ends:
-            raise self._lost(index)
-        place, words = self.ends[index], _said(self.messages[index])
-        if not self.text[:place].rstrip().endswith(words):
-            raise _other_words(index)
-        begin = len(self.text[:place].rstrip()) - len(words)
-        closing = self.template._manner().closing
-        blank = len(self.text) - len(self.text[place:].lstrip())
-        return begin, blank + len(closing) if closing and self.text.startswith(closing, blank) else place
-
-    # --- ends of contents --------------------------------------------------------------------------------------------
-
-    def _find_ends(self, wanted: tuple[int, ...]) -> None:
-        # A stamp in an empty content may change what the template does: only where it is needed.
-        everyone = {i for i, m in enumerate(self.messages) if _said(m) or (i in wanted and not m.get("tool_calls"))}
-        needed = {i for i in wanted if not self.messages[i].get("tool_calls")}
-        for inside in (True, False):
-            if needed <= (found := self._stamped(everyone, inside)).keys():
-                self._note(found, inside)
-                return
-        for index in needed:  # together they change the rendering; each alone may not
-            self._find_end(index)
-
-    def _find_end(self, index: int) -> int | None:
-        """Where the content of one message ends, found with a stamp in it alone if it is not known yet."""
-        for inside in (True, False):
-            if index not in self.ends:
-                self._note(self._stamped({index}, inside), inside)
-        return self.ends.get(index)
-
-    def _note(self, found: dict[int, int], inside: bool) -> None:
-        self.ends |= found
-        self.inside |= dict.fromkeys(found, inside)
-
-    def _stamped(self, which: Iterable[int], inside: bool) -> dict[int, int]:
-        """Where the contents of these messages end; nothing if the stamps change more than they add."""
-        try:
-            marked = self._render(self._stamp(self.messages, which, inside))
-        except RowFault:
-            return {}
-        places = sorted((marked.find(self.stamps[i]), i) for i in which if self.stamps[i] in marked)
-        found, bare, at = {}, [], 0
-        for place, index in places:
-            bare.append(marked[at:place])
-            found[index] = sum(map(len, bare))
-            at = place + len(self.stamps[index])
-        return found if "".join([*bare, marked[at:]]) == self.text else {}
-
-    def _stamp(self, messages: list[Message], which: Iterable[int], inside: bool) -> list[Message]:
-        stamped = list(messages)
-        for index in which:
-            content = str(messages[index].get("content") or "")
-            end = len(content.rstrip()) if inside else len(content)
-            stamped[index] = messages[index] | {"content": content[:end] + self.stamps[index] + content[end:]}
-        return stamped
-
-    def _lost(self, index: int) -> Exception:
-        """Why an answer's end is not there: words are cut or changed, or only so once more turns follow."""
-        cut = self.messages[: index + 1]
-        alone = _Search(self.template, self._render(cut), cut, self.tools)
-        if index < len(self.messages) - 1 and alone._find_end(index) is not None:
-            return rewrites_turns()
-        return _other_words(index)
-
-    # --- beginning and end of a turn ---------------------------------------------------------------------------------
-
-    def _begin(self, index: int, manner: _Manner) -> int:
-        if index == 0:
-            remedy = 'begin with a user or system message, or give this one "weight": 0, so that it is not learned'
-            raise RowFault("the conversation begins with the assistant", remedy)
-        limit = self.ends.get(index, len(self.text))
-        for place, prompt in self._prompts(index, manner):
-            for forced in ("", manner.forced):
-                end = place + len(prompt) - len(forced)
-                if end <= limit and prompt.endswith(forced) and self.text[place:end] == prompt[: end - place]:
-                    return end
-        raise rewrites_turns()
-
-    def _prompts(self, index: int, manner: _Manner) -> Iterator[tuple[int, str]]:
-        """What asks for an answer, and where it stands: all of it, or as earlier turns may be rewritten, its end."""
-        yield 0, self._render(self.messages[:index], prompt=True) + manner.header
-        for near in range(index - 1, max(index - 3, -1), -1):
-            if (place := self._find_end(near)) is not None:
-                stamped = self._stamp(self.messages[:index], {near}, self.inside[near])
-                prompt = self._render(stamped, prompt=True).partition(self.stamps[near])[2] + manner.header
-                if prompt:
-                    yield place, prompt
-
-    def _end(self, index: int, place: int, manner: _Manner) -> int:
-        rest = self.text[place:]
-        blank = len(rest) - len(rest.lstrip())
-        if manner.closing and rest.startswith(manner.closing, blank):
-            return place + blank + len(manner.closing)
-        # An end that the template keeps for this place. What it writes after the last message of all is an end for
-        # sure; between turns the next one's beginning must not be taken for it.
-        last = rest
-        if index < len(self.messages) - 1:
-            cut = self.messages[: index + 1]
-            last = self._render(self._stamp(cut, {index}, self.inside[index])).partition(self.stamps[index])[2]
-        end = self.template.end_of_turn(last)
-        if end is None:
-            raise no_end()
-        if rest.startswith(last[:end]):
-            return place + end
-        end = self.template.end_of_turn(rest)
-        if end is None:
-            raise no_end()
-        return place + end
-
-    def _end_of_calls(self, index: int) -> int:
-        """Behind the last word that changes when the calls do, the end of turn is the first that the template has."""
-        call, name = stamps(self.text, 2)
-        changed = list(self.messages)
-        calls = [_renamed(c, f"{name}{n}.", call) for n, c in enumerate(self.messages[index]["tool_calls"])]
-        changed[index] = self.messages[index] | {"tool_calls": calls}
-        other = self._render(changed)
-        if not all(f"{name}{n}." in other for n in range(len(calls))):
-            problem = "the chat template does not write the assistant's tool calls"
-            raise RowFault(problem, "use a template that knows tools, or leave such rows out", index)
-        rest = self.text[len(self.text) - _common_end(self.text, other) :]
-        last = rest
-        if index < len(self.messages) - 1:
-            cut = self._render(self.messages[: index + 1])
-            last = cut[len(cut) - _common_end(cut, self._render(changed[: index + 1])) :]
-        end = self.template.end_of_turn(last, calls=True)
-        if end is None:
-            raise no_end()
-        if not rest.startswith(last[:end]):
-            raise rewrites_turns()
-        return len(self.text) - len(rest) + end
-
-    def _render(self, messages: list[Message], prompt: bool = False) -> str:
-        return self.template.render(messages, self.tools, prompt)
-
-
-def rewrites_turns() -> TemplateFault:
-    """Earlier turns look otherwise once more of them follow."""
-    problem = "the chat template rewrites earlier turns, so what the assistant said cannot be told apart"
-    return TemplateFault(problem, "use data.loss_on: all, or one assistant message per row")
-
-
-def changes_text() -> TemplateFault:
-    """The answer is not what the row has."""
-    problem = "the chat template changes the assistant's text, so it cannot be found in the rendering"
-    return TemplateFault(problem, "use data.loss_on: all, or another template")
-
-
-def no_end() -> TemplateFault:
-    """Nothing would teach the model to stop."""
-    problem = "the chat template ends the assistant's turn with no special token, so it would never learn to stop"
-    return TemplateFault(problem, "use a tokenizer whose template ends turns with its eos token")
-
-
-def any_of(words: set[str]) -> re.Pattern[str]:
-    """Matches any of the words, the longest where several begin at the same place; nothing if there are none."""
-    solid = sorted((w for w in words if w.strip()), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, solid)) or "(?!)")
-
-
-def stamps(text: str, count: int) -> list[str]:
-    """Words that the text does not have, with both cases of letters so that a change of case shows."""
-    free = [c for c in map(chr, range(0xE000, 0xE000 + 6400)) if c not in text][:2]
-    first, last = free if len(free) == 2 else ("\U000f0000", "\U000f0001")
-    return [f"{first}qXa{n}Xq{last}" for n in range(count)]
-
-
-def _said(message: Message) -> str:
-    content = message.get("content")
-    return content.strip() if isinstance(content, str) else ""
+        trims = tuple(_trim(padded, marks[i]) for i in order)
+        return _Shape(tuple(literals), tuple(order), trims, places, added, found.notes)
 
 
 def _strings(value: Any) -> Iterable[str]:
@@ -480,41 +355,6 @@ def _strings(value: Any) -> Iterable[str]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _strings(item)
-
-
-def _same_words(turn: str, content: str) -> bool:
-    """A template may trim blanks and drop thoughts, which end with a tag; anything else changes the answer."""
-    got, said = "".join(turn.split()), "".join(content.split())
-    return got.endswith(said) or (said.endswith(got) and said[: len(said) - len(got)].endswith((">", "]")))
-
-
-def _other_words(index: int) -> RowFault:
-    problem = "the chat template changes the text of this message, so it cannot be found in the rendering"
-    return RowFault(problem, "write it otherwise, use data.loss_on: all, or another template", index)
-
-
-def _renamed(call: Any, name: str, stamp: str) -> Any:
-    """A tool call with another name and other arguments; its id stays, of which some templates ask a length."""
-    if not isinstance(call, dict):
-        return call
-    inner = call["function"] if isinstance(call.get("function"), dict) else call
-    other = inner | {"name": f"{inner.get('name', '')}{name}"}
-    if "arguments" in inner:
-        other["arguments"] = _changed(inner["arguments"], stamp)
-    return call | {"function": other} if inner is not call else other
-
-
-def _changed(value: Any, stamp: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _changed(item, stamp) for key, item in value.items()} or {stamp: stamp}
-    if isinstance(value, list):
-        return [_changed(item, stamp) for item in value] or [stamp]
-    return f"{value}{stamp}" if isinstance(value, str) else stamp
-
-
-def _common_end(one: str, other: str) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _trim(padded: str, mark: str) -> Callable[[str], str] | None:

@@ -68,6 +68,7 @@ class Spec:
     vocabulary: int | None = None
     purpose: Purpose = "causal"
     labels: tuple[str, ...] = ()  # classes, of purpose classify
+    stops: tuple[str, ...] = ()  # tokens that the model's generation config stops at
 
     @property
     def trains(self) -> bool:
@@ -76,13 +77,15 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can carry it."""
-        plain = {k: getattr(self, k) for k in ("field", "index", "seed", "share", "vocabulary", "purpose", "labels")}
+        names = ("field", "index", "seed", "share", "vocabulary", "purpose", "labels", "stops")
+        plain = {name: getattr(self, name) for name in names}
         return plain | {"source": self.source.model_dump(mode="json"), "data": self.data.model_dump(mode="json")}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Spec:
         """What to_json wrote."""
-        parsed: dict[str, Any] = {"source": Source.model_validate(values["source"]), "labels": tuple(values["labels"])}
+        parsed: dict[str, Any] = {name: tuple(values[name]) for name in ("labels", "stops")}
+        parsed["source"] = Source.model_validate(values["source"])
         parsed["data"] = Data.model_validate(values["data"])
         return cls(**values | parsed)
 
@@ -169,7 +172,7 @@ class ChunkMaker:
         self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
         self.spec = reader.spec
         spec = self.spec
-        self.renderer = Renderer(tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels)
+        self.renderer = Renderer(tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels, spec.stops)
         self._template_checked = self.renderer.rows is not None  # such rows are not rendered by one
 
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
@@ -180,7 +183,7 @@ class ChunkMaker:
         summary, fates = Summary(), Fates()
         examples, summary.rows = self.reader.examples(task, removed, fates)
         if not self._template_checked and any(example.kind in TURNS for example in examples):
-            check_template(self.tokenizer, "model.tokenizer")
+            check_template(self.tokenizer, "model.tokenizer", self.spec.stops)
             self._template_checked = True
         plain = {example.number for example in examples if example.kind == "text"}
         train: list[Document] = []

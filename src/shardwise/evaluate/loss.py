@@ -27,7 +27,7 @@ from shardwise.evaluate.settings import LossTask
 from shardwise.models.adapt import settle_attention
 from shardwise.models.attention import set_attention
 from shardwise.models.build import not_recording, vocabulary_size
-from shardwise.models.source import ModelSource
+from shardwise.models.source import ModelSource, stop_tokens
 from shardwise.models.tasks import task_of
 from shardwise.objectives.make import make_objective
 from shardwise.routers.install import watch_routers
@@ -64,7 +64,8 @@ def measure_loss(
         set_attention(model, source.attention)
     vocabulary = vocabulary_size(model)
     data, held_out = _data(task, run)
-    prepared = _prepared(data, tokenizer, run, vocabulary, _classes(model))
+    stops = stop_tokens(tokenizer, getattr(model, "generation_config", None))
+    prepared = _prepared(data, tokenizer, run, vocabulary, _classes(model), stops)
     job = Job(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
     stores = [one.held_out if held_out else one.store for one in prepared.train]
     names = source_names(data.train)
@@ -155,10 +156,12 @@ def _classes(model: Any) -> tuple[str, ...]:
     return tuple(str(names[number]) for number in sorted(names))
 
 
-def _prepared(data: Data, tokenizer: Any, run: Run, vocabulary: int, labels: tuple[str, ...]) -> Any:
-    purpose = purpose_of(run)
+def _prepared(
+    data: Data, tokenizer: Any, run: Run, vocabulary: int, labels: tuple[str, ...], stops: tuple[str, ...]
+) -> Any:
+    known: dict[str, Any] = {"purpose": purpose_of(run), "labels": labels, "stops": stops}
     try:
-        return prepare_data(data, tokenizer, run.train.seed, vocabulary=vocabulary, purpose=purpose, labels=labels)
+        return prepare_data(data, tokenizer, run.train.seed, vocabulary=vocabulary, **known)
     except UserError as error:
         field = error.field.replace("data.train", "data")
         raise UserError(field, error.value, error.problem, error.remedy) from None

@@ -117,7 +117,7 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu", trust: bool = False) 
 
     `trust`: code that the model brings may be run.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     if lacks_base(checkpoint):
         source, _ = find_base(read_run(checkpoint))
@@ -130,6 +130,8 @@ def from_checkpoint(checkpoint: Path, device: str = "cpu", trust: bool = False) 
         config.use_cache = True
         model = auto_class(task_of(config)).from_config(config, dtype=torch.float32, trust_remote_code=trust)
         set_path(model, task_of(config))
+        if (checkpoint / MODEL / "generation_config.json").is_file():  # what it stops at may stand there alone
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint / MODEL)
         names = set(model.state_dict().keys())
     # Tied tensors are stored once; of an adapter run by each of their names.
     parameters = model.named_parameters(remove_duplicate=not holds_adapter(checkpoint))

@@ -69,6 +69,22 @@ class ModelSource:
             raise UserError("model.tokenizer", self.tokenizer, problem, remedy)
         return tokenizer
 
+    def stop_tokens(self, tokenizer: Any) -> tuple[str, ...]:
+        """What generation with this model stops at by its own settings; nothing where those are of other words."""
+        if self.weights is None or self.tokenizer != str(self.weights):
+            return ()
+        from transformers import GenerationConfig
+
+        own = (self.weights / "generation_config.json").is_file()
+        return stop_tokens(tokenizer, GenerationConfig.from_pretrained(self.weights) if own else self.config)
+
+
+def stop_tokens(tokenizer: Any, settings: Any) -> tuple[str, ...]:
+    """The tokens that generation stops at by a config or generation config."""
+    ids = getattr(settings, "eos_token_id", None)
+    ids = [ids] if isinstance(ids, int) else ids or []
+    return tuple(tokenizer.convert_ids_to_tokens(i) for i in sorted(ids) if 0 <= i < len(tokenizer))
+
 
 def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: Task | None = None) -> ModelSource:
     """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained.

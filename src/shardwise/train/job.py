@@ -159,6 +159,7 @@ def prepare_job(
     source = find_model(result.run.model, say, task_wanted(result.run))
     resolve_objective(result, source.task)
     tokenizer = source.load_tokenizer()
+    stops = source.stop_tokens(tokenizer)
     source = adapt_model(result, source, tokenizer)
     resolve_model(result, source.config)
     source = settle_attention(result, source, say)
@@ -182,9 +183,8 @@ def prepare_job(
     purpose = purpose_of(result.run)
     wanted = result.run.train.epochs or (None if result.run.train.steps is not None else 1.0)
     early = wanted is None or epochs is not None  # a run that counts in epochs must know how long they are
-    data = prepare_data(
-        result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, purpose, labels_of(result.run)
-    )
+    known: dict[str, Any] = {"purpose": purpose, "labels": labels_of(result.run), "stops": stops}
+    data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, **known)
     output = Path(result.run.output).expanduser()
     job = Job(result.run, result.reasons, source, tokenizer, data, adapted, output, teacher, epochs)
     if not early:
