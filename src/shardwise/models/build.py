@@ -132,6 +132,16 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return outermost
 
 
+def check_shared(model: nn.Module, label: str) -> None:
+    """Refuses a model whose blocks have parameters in common: each is a unit of sharding, and would get its own."""
+    owners: dict[int, str] = {}
+    for block, module in find_blocks(model):
+        for name, parameter in module.named_parameters():
+            if owners.setdefault(id(parameter), block) != block:
+                problem = f"its blocks {owners[id(parameter)]} and {block} share {name}, which sharding would part"
+                raise UserError("model", label, problem, "use another model")
+
+
 def _stacks(model: Any) -> list[Any]:
     """The parts of a model that have layers of their own: encoder and decoder, or all of it."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):

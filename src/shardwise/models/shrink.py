@@ -141,7 +141,8 @@ def shrink(config: Any, layers: int = LAYERS, keep: Container[str] = ()) -> Any:
     _keep_ratios(config, changed, layers)
     inner = {name: shrink(getattr(config, name), layers, keep) for name in _inner(config)}
     made = kind(**{**_switches(config), **{k: v for k, v in changed.items() if v is not None}, **inner})
-    made.use_cache = False
+    if hasattr(made, "use_cache"):
+        made.use_cache = False
     attention: Any = getattr(made, "attn_config", None)
     if hasattr(attention, "kv_n_heads"):
         attention.rope_theta, attention.clip_qkv = 10000.0, 8  # dbrx cannot do without, whatever its class says
@@ -255,6 +256,8 @@ def _keep_ratios(config: Any, changed: dict[str, Any], layers: int) -> None:
         changed["head_dim"] = changed["qk_rope_head_dim"]
     if "expand" in old and {"num_heads", "head_dim"} <= changed.keys():
         changed["num_heads"] = WIDTH * int(old["expand"]) // HEAD
+    if "embedding_size" in changed and old["embedding_size"] < old.get("hidden_size", 0):
+        changed["embedding_size"] = WIDTH // 2  # MobileBERT has a matrix for what is missing
     if "languages" in old and "default_language" in old:
         changed["default_language"] = old["languages"][0]
     if "conv_L_cache" in old and not old.get("layer_types"):

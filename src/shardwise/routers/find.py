@@ -7,7 +7,6 @@ are used; where they do not, or its own code fails, the reason is kept for whoev
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,18 +72,19 @@ class Routers:
         return {m: site for name, m in named for site in self.sites if site.holds(name, m)}
 
 
+_FOUND: dict[tuple[type, str, str], Routers | None] = {}
+
+
 def routers_of(source: ModelSource, model: nn.Module) -> Routers | None:
     """What is true of a model's class and config; None for a dense one, which costs nothing to tell."""
     kinds = {type(module).__name__.lower() for module in model.modules()}
     if not any(word in kind for kind in kinds for word in WORDS):
         return None
-    kind: Any = type(source.config)
-    return _found(kind, json.dumps(source.config.to_dict(), default=str, sort_keys=True), source.task)
-
-
-@functools.lru_cache(maxsize=8)
-def _found(kind: Any, config: str, task: Task) -> Routers | None:
-    return find_routers(kind.from_dict(json.loads(config)), task)
+    key = type(source.config), json.dumps(source.config.to_dict(), default=str, sort_keys=True), source.task
+    if key not in _FOUND:
+        _FOUND.clear()  # one model at a time is looked at
+        _FOUND[key] = find_routers(source.config, source.task)
+    return _FOUND[key]
 
 
 def find_routers(config: Any, task: Task) -> Routers | None:

@@ -137,7 +137,7 @@ def prepare_job(
     `epochs`: where it was counted before how long they are.
     """
     from shardwise.adapters.apply import apply_method
-    from shardwise.models.build import build_on_meta
+    from shardwise.models.build import build_on_meta, check_shared
     from shardwise.models.frozen import readable
     from shardwise.models.heads import listed
     from shardwise.models.origin import counted, origin_of
@@ -164,6 +164,7 @@ def prepare_job(
     resolve_model(result, source.config)
     source = settle_attention(result, source, say)
     model = build_on_meta(source)
+    check_shared(model, source.label)
     source = readable(source, model, say)
     if source.weights is not None and (new := new_parameters(model, source.weights)):
         say(listed(new))

@@ -317,8 +317,11 @@ def _meter(
     job: Job, world: World, sharded: ShardedModel, position: Position, sources: list[str], figures: tuple[str, ...]
 ) -> Meter:
     config = job.source.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", None) or len(find_blocks(sharded.model))
+    model: Any = sharded.model
+    width = getattr(config, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1]
     work = flops_per_token(
-        job.parameters, sharded.lookup, config.num_hidden_layers, config.hidden_size, job.run.data.sequence_length,
+        job.parameters, sharded.lookup, layers, width, job.run.data.sequence_length,
         job.adapted.frozen, stacks=2 if config.is_encoder_decoder else 1, causal=job.source.task == "causal",
     )  # fmt: skip
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
