@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import stores
-from support.stores import LENGTH, PAD, documents, places, seen, stream
+from support.stores import LENGTH, PAD, documents, ids_of, places, seen, stream
 
 from shardwise.data.ahead import Ahead
 from shardwise.data.loader import IGNORE, Loader, MicroBatch
@@ -49,7 +49,7 @@ MAKERS = [loader, mixed]
 def rows_of(micro: MicroBatch) -> list[tuple[Any, ...]]:
     """The rows of a micro-batch without their padding."""
     rows = []
-    for ids, labels in zip(micro.input_ids.tolist(), micro.labels.tolist(), strict=True):
+    for ids, labels in zip(ids_of(micro).tolist(), micro.labels.tolist(), strict=True):
         width = sum(i != PAD for i in ids)
         rows.append((tuple(ids[:width]), tuple(labels[:width])))
     return rows
@@ -156,7 +156,7 @@ def test_an_epoch_serves_every_document_once(packing: bool, window: int) -> None
         size = source.epoch_sequences(epoch)
         for _ in range(size):
             (micro,) = source.step(position, 1, 1, 0, 1).micro_batches
-            found.update(i for i in micro.input_ids.flatten().tolist() if i != PAD)
+            found.update(i for i in ids_of(micro).flatten().tolist() if i != PAD)
             position += 1
         assert found == Counter({int(t): epoch + 1 for t in tokens})
 
@@ -170,7 +170,7 @@ def test_counts_are_those_of_all_ranks(make: Any, packing: bool, ranks: int) -> 
         parts = [source.step(position, BATCH, 2, rank, ranks) for rank in range(ranks)]
         micros = [m for part in parts for m in part.micro_batches]
         supervised = sum(int((m.labels != IGNORE).sum()) for m in micros)
-        tokens = sum(int((m.input_ids != PAD).sum()) for m in micros)
+        tokens = sum(int((ids_of(m) != PAD).sum()) for m in micros)
         assert all((p.supervised, p.tokens) == (supervised, tokens) for p in parts)
         assert all(sum(p.by_source) == supervised and len(p.by_source) == len(source.sources) for p in parts)
 
@@ -182,7 +182,7 @@ def test_every_position_tells_its_source(packing: bool) -> None:
         batch, counts = source.step(position, BATCH, 4, 0, 1), Counter[int]()
         for micro in batch.micro_batches:
             assert micro.sources is not None and micro.source_count == 3
-            real = micro.input_ids != PAD
+            real = ids_of(micro) != PAD
             assert torch.equal(micro.sources[real], micro.input_ids[real] // 1_000_000)
             counts.update(micro.sources[micro.labels != IGNORE].tolist())
         assert tuple(counts[i] for i in range(3)) == batch.by_source
@@ -195,7 +195,7 @@ def test_labels_are_the_next_token_of_the_same_document(packing: bool) -> None:
     is_learned = {int(t): bool(x) for d in documents(COUNT) for t, x in zip(d.tokens, d.learned, strict=True)}
     crossings = 0
     for micro in source.step(0, BATCH, 2, 0, 1).micro_batches:
-        for ids, labels in zip(micro.input_ids.tolist(), micro.labels.tolist(), strict=True):
+        for ids, labels in zip(ids_of(micro).tolist(), micro.labels.tolist(), strict=True):
             for here, after, label in zip(ids, [*ids[1:], PAD], labels, strict=True):
                 together = PAD not in (here, after) and here // 100 == after // 100
                 crossings += PAD not in (here, after) and not together
@@ -219,11 +219,23 @@ def test_positions_restart_with_each_document_and_with_the_padding() -> None:
     widest = 0
     for micro in loader(count=9).step(0, BATCH, 4, 0, 1).micro_batches:
         assert micro.attention_mask is None and micro.position_ids is not None
-        for ids, positions in zip(micro.input_ids.tolist(), micro.position_ids.tolist(), strict=True):
+        for ids, positions in zip(ids_of(micro).tolist(), micro.position_ids.tolist(), strict=True):
             padding = ids.count(PAD)
             assert positions == [(i - 1) % 100 for i in ids if i != PAD] + list(range(padding))
             widest = max(widest, padding)
     assert widest > 1  # the test has seen padding
+
+
+def test_padding_of_packed_rows_is_of_their_own_tokens() -> None:
+    """The vector of the padding token may be zero: alone in its document it has no gradient in some models."""
+    padding = 0
+    for micro in loader(count=9).step(0, BATCH, 4, 0, 1).micro_batches:
+        assert (micro.input_ids != PAD).all() and micro.filled is not None
+        behind = torch.arange(micro.input_ids.shape[1]) >= micro.filled[:, None]
+        first = micro.input_ids[:, :1].expand_as(behind)
+        assert torch.equal(micro.input_ids[behind], first[behind]) and (micro.labels[behind] == IGNORE).all()
+        padding += int(behind.sum())
+    assert padding > 1  # the test has seen padding
 
 
 def test_unpacked_rows_have_a_mask_instead() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from shardwise.data.examples import Document
 from shardwise.data.layout import CausalLayout
@@ -60,7 +61,13 @@ def places(sequences: Iterable[np.ndarray]) -> Counter[tuple[int, int, int]]:
     return Counter(tuple(d) for s in sequences for d in s[["source", "chunk", "index"]].tolist())
 
 
+def ids_of(micro: MicroBatch) -> torch.Tensor:
+    """The tokens of a micro-batch, PAD behind those of a row."""
+    assert micro.filled is not None
+    return micro.input_ids.where(torch.arange(micro.input_ids.shape[1]) < micro.filled[:, None], PAD)
+
+
 def seen(micro: MicroBatch) -> Counter[int]:
     """How often each document comes up in a micro-batch, by the number in its tokens."""
-    ids = micro.input_ids.numpy().ravel()
+    ids = ids_of(micro).numpy().ravel()
     return Counter((ids[(ids != PAD) & (ids % 100 == 1)] // 100).tolist())

@@ -85,6 +85,10 @@ class CausalLayout:
             positions[row, :filled] -= np.repeat(begins, documents["length"])
             # Padding is one more document: its positions restart, so nothing real sees it and it sees nothing real.
             positions[row, filled:] -= filled
+            if reader.packing:
+                # Of the row's own tokens: the vector of `pad_id` may be zero, and alone in its document it stays zero,
+                # where gradients of square roots (Gemma 3n's deviations) are none.
+                marked[row, filled:] = marked[row, 0] & ~LEARNED
             sources[row, :filled] = np.repeat(documents["source"], documents["length"])
             real[row, :filled] = 1
         ids = (marked & ~LEARNED).astype(np.int64)
