@@ -18,6 +18,7 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
         "hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim", "model_dim",
         "projection_dim", "encoder_hidden_size", "lru_width", "time_mix_extra_dim",
         "query_pre_attn_scalar", "conv_dim", "hidden_dim_base", "embed_dim", "hidden_size_global", "ple_embed_dim",
+        "adapter_in_dim", "adapter_out_dim", "adapter_input_size",
         "embedding_dim", "output_dim", "output_channels", "nemo_conv_channels", "ext_pw_out_channel",
         "depthwise_separable_out_channel", "downsample_hidden_size",
         "d_latents",
@@ -64,9 +65,9 @@ MEANINGS: list[tuple[int, tuple[str, ...]]] = [
     )),
     (4, ("rotary_dim", "qk_rope_head_dim", "laurel_rank", "mamba_dt_rank", "time_step_rank")),
     (1, (
-        "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts", "mamba_n_groups",
-        "n_groups", "num_nextn_predict_layers_used", "num_hidden_groups", "inner_group_num", "attn_layer_offset",
-        "expert_layer_offset", "indexer_kv_heads",
+        "n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts",
+        "mamba_n_groups", "n_groups", "num_nextn_predict_layers_used", "num_hidden_groups", "inner_group_num",
+        "attn_layer_offset", "expert_layer_offset", "indexer_kv_heads",
     )),
     (8, (
         "mamba_d_state", "state_size", "ssm_state_size", "mamba_n_heads", "mamba_num_heads", "mamba_d_head",
@@ -90,7 +91,7 @@ SIZES = {name: value for value, names in MEANINGS for name in names}
 ROUTING = frozenset((
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_num", "num_experts_per_tok",
     "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "num_selected_experts", "top_k_experts", "n_group",
-    "topk_group", "zero_expert_num",
+    "num_expert_group", "topk_group", "zero_expert_num",
 ))  # fmt: skip
 DEPTHS = {name for name, size in SIZES.items() if size == LAYERS and "layer" in name}
 DEPTHS |= {"encoder_layers", "num_encoder_layers"}
@@ -147,7 +148,8 @@ def shrink(config: Any, layers: int = LAYERS, keep: Container[str] = ()) -> Any:
     if hasattr(attention, "kv_n_heads"):
         attention.rope_theta, attention.clip_qkv = 10000.0, 8  # dbrx cannot do without, whatever its class says
     if getattr(made, "is_encoder_decoder", False):
-        made.decoder_start_token_id = 0
+        # Bert2Bert and its kin hide what is padding from their decoders, so that it cannot be the start as well.
+        made.decoder_start_token_id = 1 if kind.model_type == "encoder-decoder" else 0
     return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +113,26 @@ def _move(model: nn.Module, seed: int) -> None:
 
 def tiny_case(source: ModelSource) -> Case:
     """Of a model that someone wants to train."""
-    return Case(shrink(source.config), source.task, attention=source.attention)
+    return case_of(shrink(source.config), source.task, source.attention)
+
+
+_SINGLE: dict[tuple[Any, ...], bool] = {}
+
+
+def case_of(config: Any, task: Task, attention: str = "") -> Case:
+    """A case in double precision, or in single where the model's own code mixes the two up."""
+    case = Case(config, task, attention=attention)
+    key = type(config), config.to_json_string(), task
+    if key not in _SINGLE:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                case.model()(**case.inputs(rows=1), use_cache=False)
+            _SINGLE[key] = False
+        except RuntimeError as error:
+            _SINGLE[key] = "dtype" in str(error)
+        except Exception:
+            _SINGLE[key] = False  # whatever it is, it is said where the case is tried
+    return replace(case, dtype=torch.float32) if _SINGLE[key] else case
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.objectives import Task
 from shardwise.models.shrink import shrink
-from shardwise.parallel.trial import Answer, Case, Refused, Verdict, alone, judge
+from shardwise.parallel.trial import Answer, Case, Refused, Verdict, alone, case_of, judge
 
 RANKS = 2
 LIMIT = 120.0  # seconds of one trial
-
-SINGLE = {"xglm", "fsmt", "mra"}  # their code knows no double precision
 
 Trial = Callable[[Case, DeviceMesh], Answer]
 # Where each axis computes a case on a mesh of one dimension; imported when asked for.
@@ -73,8 +71,7 @@ def tiny_case(model_type: str, task: Task) -> Case:
     """A case of an architecture as its authors configure it, but small."""
     from transformers import CONFIG_MAPPING
 
-    config = shrink(CONFIG_MAPPING[model_type]())
-    return Case(config, task, dtype=torch.float32 if model_type in SINGLE else torch.float64)
+    return case_of(shrink(CONFIG_MAPPING[model_type]()), task)
 
 
 def trials(axis: str, task: Task, names: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Result]:

@@ -26,7 +26,7 @@ from shardwise.objectives.base import Loss
 from shardwise.parallel.expert import find_experts
 from shardwise.parallel.expert_modules import RoutedExperts, experts_in, style_of
 from shardwise.parallel.roles import pattern_of
-from shardwise.parallel.trial import Answer, Case, gradients_of, judge
+from shardwise.parallel.trial import Answer, Case, case_of, gradients_of, judge
 from shardwise.routers.losses import Terms, losses_of, sums_of
 from shardwise.routers.watch import RouterLosses
 
@@ -89,7 +89,7 @@ def routers_of(source: ModelSource, model: nn.Module) -> Routers | None:
 
 def find_routers(config: Any, task: Task) -> Routers | None:
     """Runs a tiny model of a config's class; None where nothing in it routes tokens to experts."""
-    case = Case(shrink(config, keep=ROUTING), task)
+    case = case_of(shrink(config, keep=ROUTING), task)
     model = case.model()
     for stack in find_experts(model).values():
         stack.requires_grad_(False)  # many, and no part of what is compared
