@@ -5,7 +5,7 @@ With stage 3 no rank ever holds the whole model; what it holds besides its shard
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,13 +48,15 @@ def packing_of(model: nn.Module, name: str) -> Packing | None:
 def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
     """Maps parameters and persistent buffers to their names in the files; None where they must be converted first.
 
-    A new head (models/heads.py) is in no file and so has no name here.
+    A new head (models/heads.py) is in no file and so has no name here. Where the files have tensors that answer to no
+    name, what seems missing may be one of them under another name, which transformers knows.
     """
     prefix = getattr(model, "base_model_prefix", "")
     persistent = set(model.state_dict().keys())
     wanted = [n for n, _ in model.named_parameters() if not is_added(n)]
     optional = [n for n, _ in model.named_buffers() if n in persistent]
     result, new = {}, head_parameters(model)
+    missing = False
     for name in wanted + optional:
         bare = name.removeprefix(prefix + ".")
         aliases = [name, bare, f"{prefix}.{name}", *_tied_names(model, name)]
@@ -63,7 +65,15 @@ def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | N
             result[name] = hit
         elif name in wanted and name not in new:
             return None
-    return result
+        else:
+            missing = True
+    return None if missing and _unclaimed(model, result, stored) else result
+
+
+def _unclaimed(model: nn.Module, names: dict[str, str], stored: Collection[str]) -> set[str]:
+    """Tensors of the files that are no parameter, under any name that it is tied to, and no buffer."""
+    tied = {alias for name in names for alias in _tied_names(model, name)}
+    return set(stored) - set(names.values()) - tied
 
 
 def new_parameters(model: nn.Module, folder: Path) -> list[str]:
