@@ -31,7 +31,7 @@ test-all: setup
 # Nothing is silently wrong: planted bugs, every chat template, every architecture against its own definition.
 # An hour and a half on two cores; the templates come from 8 packages of the index, 185 MB, once.
 audit-correctness: setup
-	@$(BIN)/python -m pytest -q -k "planted or audit and not real_templates" tests/audit tests/routers tests/verify tests/data/test_epochs.py
+	@$(BIN)/python -m pytest -q -k "planted or audit and not real_templates" tests/audit tests/parallel/routers tests/foresight/verify tests/data/test_epochs.py
 	@PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m audit.templates
 	@PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m audit.architectures
 
@@ -39,6 +39,7 @@ lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
 
 format: setup
 	@$(BIN)/ruff check --fix .
@@ -67,4 +68,4 @@ audit: $(TOOLS)/.ready
 	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off -r requirements.lock
 
 clean:
-	rm -rf $(TOOLS) $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(TOOLS) $(VENV) .import_linter_cache .pytest_cache .mypy_cache .ruff_cache

@@ -38,7 +38,7 @@ def peft(size: str, method: str, settings: list[str]) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shardwise.models.attention import fast_attention
+    from shardwise.nn.attention.varlen import fast_attention
 
     config = config_of(size)
     config.pop("model_type")

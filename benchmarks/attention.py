@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.models.attention import fast_attention, install
-from shardwise.models.documents import Documents
+from shardwise.data.documents import Documents
+from shardwise.nn.attention.document_mask import RowsMask
+from shardwise.nn.attention.varlen import fast_attention, install
 
 MODELS = {
     "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -77,7 +78,7 @@ def batches(way: str, lengths: list[list[int]], words: int, device: torch.device
         labels = torch.cat([F.pad(d[1:], (0, 1), value=-100) for d in pieces]).view_as(ids)
         inputs: dict[str, Any] = {"input_ids": ids.to(device), "position_ids": layout_.positions.to(device)}
         if way == "varlen":
-            inputs["attention_mask"] = layout_.to(device).mask()
+            inputs["attention_mask"] = RowsMask(layout_.to(device))
         return [Batch(inputs, labels.to(device))]
     pieces.sort(key=len, reverse=True)
     found = []

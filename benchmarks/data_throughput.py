@@ -108,7 +108,7 @@ def _size(rng: random.Random, mean: float) -> int:
 def ours(file: Path, workers: int, tokenizer_folder: Path | None) -> dict[str, Any]:
     """Our preparation, cold, in an empty cache, and the packing of an epoch."""
     from shardwise.config.load import load_run
-    from shardwise.models.source import find_model
+    from shardwise.nn.models.source import find_model
 
     cache = Path(tempfile.mkdtemp(prefix="shardwise-bench-"))
     models = Path(os.environ.get("SHARDWISE_CACHE", "~/.cache/shardwise")).expanduser() / "models"

@@ -107,7 +107,7 @@ def run_of(name: str, device: str = "cuda") -> tuple[Any, Any, int, int]:
     """The run, its model, documents per row and micro-batches."""
     from shardwise.config.paths import place
     from shardwise.config.schema import Run
-    from shardwise.models.source import ModelSource, config_from
+    from shardwise.nn.models.source import ModelSource, config_from
 
     model, length, micro, accumulation, settings = RUNS[name]
     settings = dict(settings)
@@ -132,9 +132,9 @@ def measure(name: str) -> dict[str, Any]:
     """One run on this machine's GPU."""
     import torch
 
-    from shardwise.parallel.mesh import init_world
-    from shardwise.rehearse.batch import step_batch
-    from shardwise.rehearse.step import set_up, take_step
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.rehearse.batch import step_batch
+    from shardwise.foresight.rehearse.step import set_up, take_step
 
     run, source, documents, accumulation = run_of(name)
     world = init_world(run)
@@ -169,8 +169,8 @@ def measure(name: str) -> dict[str, Any]:
 
 def predict(name: str) -> dict[str, Any]:
     """The same, foreseen."""
-    from shardwise.rehearse.ledger import replayed
-    from shardwise.rehearse.step import rehearse
+    from shardwise.foresight.rehearse.ledger import replayed
+    from shardwise.foresight.rehearse.step import rehearse
 
     run, source, documents, accumulation = run_of(name)
     found = rehearse(source, run, 0, 1, micro_batches=accumulation, documents=documents)
@@ -185,9 +185,9 @@ def compare(file: Path, names: list[str]) -> None:
     from functools import partial
     from statistics import median
 
-    from shardwise.plan.estimate import estimate
-    from shardwise.plan.hardware import cluster_of
-    from shardwise.plan.sketch import sketch
+    from shardwise.core.hardware.specs import cluster_of
+    from shardwise.foresight.plan.estimate import estimate
+    from shardwise.foresight.plan.sketch import sketch
 
     measured = {n: found["measured"] for n, found in json.loads(file.read_text()).items() if "measured" in found}
     errors: dict[str, tuple[float, float]] = {}
@@ -215,7 +215,7 @@ def main() -> None:
     names = [n for n in rest if not n.startswith("-")] or list(RUNS)
     key = "measured" if what == "measure" else "predicted"
 
-    import shardwise.rehearse.step  # noqa: F401  imported once: each run is forked, and has the machine to itself
+    import shardwise.foresight.rehearse.step  # noqa: F401  imported once: each run is forked, and has the machine to itself
 
     for name in names:
         found = _forked(predict if what == "predict" else measure, name)

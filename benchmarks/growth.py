@@ -92,11 +92,11 @@ def steps_of(name: str, length: int, more: dict[str, Any], world: Any, steps: in
     import torch
 
     from shardwise.config.schema import Run
-    from shardwise.models.source import ModelSource, config_from
-    from shardwise.parallel.mesh import init_world
-    from shardwise.plan.bench_train import give_values
-    from shardwise.rehearse.batch import step_batch
-    from shardwise.rehearse.step import set_up, take_step
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.bench.train import give_values
+    from shardwise.foresight.rehearse.batch import step_batch
+    from shardwise.foresight.rehearse.step import set_up, take_step
+    from shardwise.nn.models.source import ModelSource, config_from
 
     run = Run.model_validate(resolved(name, length, more))
     world = world or init_world(run)
@@ -131,9 +131,9 @@ def arithmetic(name: str, length: int, row: str) -> float:
 def foreseen(name: str, length: int, more: dict[str, Any]) -> tuple[float, float]:
     """Seconds and bytes by the planner."""
     from shardwise.config.schema import Run
-    from shardwise.models.source import ModelSource, config_from
-    from shardwise.plan.estimate import estimate
-    from shardwise.plan.hardware import cluster_of
+    from shardwise.core.hardware.specs import cluster_of
+    from shardwise.foresight.plan.estimate import estimate
+    from shardwise.nn.models.source import ModelSource, config_from
 
     source = ModelSource(name, config_from(shape_of(name)), None, "none", task="causal")
     got = estimate(source, Run.model_validate(resolved(name, length, more)), cluster_of("h200", 1, 1))

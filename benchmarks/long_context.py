@@ -52,12 +52,12 @@ def main() -> None:
         raise SystemExit("this needs a CUDA device")
 
     from shardwise.config.schema import Run
-    from shardwise.models.build import find_blocks
-    from shardwise.models.source import ModelSource, config_from
-    from shardwise.parallel.mesh import init_world
-    from shardwise.plan.bench_train import give_values
-    from shardwise.rehearse.batch import step_batch
-    from shardwise.rehearse.step import set_up, take_step
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.bench.train import give_values
+    from shardwise.foresight.rehearse.batch import step_batch
+    from shardwise.foresight.rehearse.step import set_up, take_step
+    from shardwise.nn.models.build import find_blocks
+    from shardwise.nn.models.source import ModelSource, config_from
 
     begun = time.perf_counter()
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.adapters.quantized import quantize_linears
-from shardwise.kernels.nf4 import Bits, RowFormat, dequantize, quantize
+from shardwise.nn.adapters.quantized import quantize_linears
+from shardwise.nn.kernels.nf4 import Bits, RowFormat, dequantize, quantize
 
 FORMS: list[tuple[Bits, bool]] = [("nf4", True), ("nf4", False), ("int8", False)]
 # The linear layers and sizes of SmolLM2-135M (for a CPU) and Llama-3.1-8B (for a GPU).

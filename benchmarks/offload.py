@@ -53,7 +53,7 @@ def tokenizer(folder: Path) -> str:
 @torch.no_grad()
 def fill(parts_sharded: object) -> None:
     """Random weights made on the device: filling 32 billion on the host would take longer than the benchmark."""
-    from shardwise.models.weights import packing_of
+    from shardwise.nn.models.weights import packing_of
 
     model = parts_sharded.model  # type: ignore[attr-defined]
     for name, parameter in model.named_parameters():
@@ -71,8 +71,8 @@ def main(size: str, settings: list[str]) -> None:
     import shardwise.config.resolve as resolve
     import shardwise.train.setup as setup
     from shardwise.config.load import load_run
-    from shardwise.parallel.mesh import init_world
-    from shardwise.train import job as jobs
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight import prepare as jobs
     from shardwise.train.loop import accumulate
     from shardwise.train.status import Status
 

@@ -76,7 +76,7 @@ def take_part(folder: Path) -> None:
     """One rank."""
     import torch
 
-    from shardwise.plan.bench_train import bench_rank
+    from shardwise.foresight.bench.train import bench_rank
 
     torch.set_num_threads(1)
     found = bench_rank(json.loads((folder / "work.json").read_text()))

@@ -64,11 +64,11 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
 
     from shardwise.config.paths import place
     from shardwise.config.schema import Run
-    from shardwise.models.source import ModelSource, config_from
-    from shardwise.parallel.mesh import init_world
-    from shardwise.plan.bench_train import give_values
-    from shardwise.rehearse.batch import step_batch
-    from shardwise.rehearse.step import set_up, take_step
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.bench.train import give_values
+    from shardwise.foresight.rehearse.batch import step_batch
+    from shardwise.foresight.rehearse.step import set_up, take_step
+    from shardwise.nn.models.source import ModelSource, config_from
 
     values: dict[str, Any] = {
         "model": {"config": dict(MODELS[model]), "tokenizer": "none"},

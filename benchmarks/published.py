@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.config.schema import Model, Run
-from shardwise.plan.estimate import Estimate, estimate
-from shardwise.plan.hardware import Attention, Cluster, cluster_of
-from shardwise.plan.models import find_config
-from shardwise.plan.sketch import Sketched, sketch
+from shardwise.core.hardware.specs import Attention, Cluster, cluster_of
+from shardwise.foresight.plan.estimate import Estimate, estimate
+from shardwise.foresight.plan.models import find_config
+from shardwise.foresight.plan.sketch import Sketched, sketch
 
 POWER = 0.56  # of the peak, with 500 W: set by the first row
 

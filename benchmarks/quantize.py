@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.kernels.pack_float8 import lay_out, pack, unpack_into
-from shardwise.kernels.quantize import (
+from shardwise.nn.kernels.pack_float8 import lay_out, pack, unpack_into
+from shardwise.nn.kernels.quantize import (
     Bits,
     dequantize_into,
     packed_bytes,

@@ -30,11 +30,11 @@ import torch
 
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.config.schema import Run
-from shardwise.models.source import ModelSource, config_from
-from shardwise.parallel.mesh import init_world
-from shardwise.plan.bench_train import give_values
-from shardwise.rehearse.batch import step_batch
-from shardwise.rehearse.step import set_up, take_step
+from shardwise.distributed.mesh import init_world
+from shardwise.foresight.bench.train import give_values
+from shardwise.foresight.rehearse.batch import step_batch
+from shardwise.foresight.rehearse.step import set_up, take_step
+from shardwise.nn.models.source import ModelSource, config_from
 from shardwise.train.state import tensors_of
 
 

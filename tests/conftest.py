@@ -61,6 +61,6 @@ def _plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def cpu_precision_env() -> dict[str, str]:
     """What half precision needs on this CPU (some advertise instructions that fault)."""
-    from shardwise.launch.cpu import cpu_env
+    from shardwise.core.cpu_probe import cpu_env
 
     return cpu_env("bf16") | cpu_env("fp16")

@@ -10,8 +10,8 @@ from support import cli, scenarios
 from support.ranks import run_ranks
 from support.tiny import tiny_run
 
-from shardwise import cli as command_line
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
+from shardwise.cli import main as command_line
 
 QUESTION = "What does ZeRO stage 3 shard?"
 SHORT = ("--max-tokens", "8")

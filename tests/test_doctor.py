@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from shardwise import doctor
-from shardwise.doctor import Finding, Report, diagnose, render
-from shardwise.launch.cpu import CpuProbe
+from shardwise.cli import doctor
+from shardwise.cli.doctor import Finding, Report, diagnose, render
+from shardwise.core.cpu_probe import CpuProbe
 
 SECTIONS = ["system", "versions", "devices", "network", "model", "distributed"]
 Usage = namedtuple("Usage", "total used free")
@@ -72,7 +72,7 @@ def test_json_holds_what_the_screen_shows(here: Report) -> None:
 
 
 def test_torch_is_imported_only_when_asked() -> None:
-    code = "import sys, shardwise.doctor; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.cli.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
 
 

@@ -28,7 +28,7 @@ TOLD = "interrupted before training began; nothing was written\n"
 
 
 @pytest.mark.parametrize(
-    ("point", "words"), [("shardwise.cli", "interrupted\n"), ("torch", TOLD), ("transformers", TOLD)]
+    ("point", "words"), [("shardwise.cli.main", "interrupted\n"), ("torch", TOLD), ("transformers", TOLD)]
 )  # at first it is not known what the command is
 def test_it_is_told_in_one_line(point: str, words: str, tmp_path: Path) -> None:
     tokenizer_folder(tmp_path / "tokenizer")
@@ -51,7 +51,7 @@ def test_whatever_comes_of_it(made: str) -> None:
     """Met half-way through an import it comes as another error; another command has nothing to do with training."""
     code = f"""
 import os, signal
-import shardwise.cli as c
+import shardwise.cli.main as c
 def stop(**_):
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -65,6 +65,7 @@ c.main(['recipes'])
 
 
 def test_a_failure_of_another_kind_is_itself() -> None:
-    code = "import shardwise.cli as c\ndef fail(**_): raise RuntimeError('its own')\nc.app = fail\nc.main(['recipes'])"
+    code = "import shardwise.cli.main as c\ndef fail(**_): raise RuntimeError('its own')\n"
+    code += "c.app = fail\nc.main(['recipes'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "its own" in done.stderr

@@ -12,8 +12,8 @@ from support import cli
 from support.tiny import tiny_run
 
 import shardwise
-from shardwise.errors import UserError
-from shardwise.trainer import Result
+from shardwise.core.errors import UserError
+from shardwise.train.result import Result
 
 
 @pytest.fixture(scope="module")

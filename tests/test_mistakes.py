@@ -21,7 +21,7 @@ import torch
 import yaml
 from support.tiny import LLAMA, saved_model, tokenizer_folder
 
-from shardwise.cli import main
+from shardwise.cli.main import main
 
 GOOD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}\n'
 RUN: dict[str, Any] = {
@@ -443,8 +443,8 @@ def test_a_full_disk(folder: Path, small_disk: Path, where: tuple[str, str], cap
 
 def test_a_disk_that_fills_up_before_the_first_step(small_disk: Path) -> None:
     """Room is reserved, not hoped for: what another has taken since the check is found when the files are made."""
-    from shardwise.errors import UserError
-    from shardwise.zero.disk import DiskFolder
+    from shardwise.core.errors import UserError
+    from shardwise.parallel.offload.disk import DiskFolder
 
     with DiskFolder(small_disk / "scratch", 0, 1) as disk:
         disk.create("first.bin", 100_000)
@@ -455,8 +455,8 @@ def test_a_disk_that_fills_up_before_the_first_step(small_disk: Path) -> None:
 
 def test_a_folder_in_use(tmp_path: Path) -> None:
     """Two runs in one folder would write over each other's states."""
-    from shardwise.errors import UserError
-    from shardwise.zero.disk import DiskFolder
+    from shardwise.core.errors import UserError
+    from shardwise.parallel.offload.disk import DiskFolder
 
     with DiskFolder(tmp_path / "scratch", 0, 2) as first:
         file = first.create("optimizer.bin", 10_000)
@@ -470,7 +470,7 @@ def test_a_folder_in_use(tmp_path: Path) -> None:
 
 def test_the_run_without_a_mistake_is_fine(folder: Path) -> None:
     """Each mistake differs from this run by itself alone, so what it meets is its own message."""
-    from shardwise.trainer import Trainer
+    from shardwise.launch.trainer import Trainer
 
     (folder / "run.yaml").write_text(run_file({}))
     before = everything(folder)

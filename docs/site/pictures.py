@@ -4,8 +4,8 @@
     python docs/site/pictures.py draw                # bytes.json → docs/pictures/*.svg and the tables of concepts.md
 
 A cell is one rank's step, rehearsed: the real set-up, forward, backward and update on tensors without memory, which
-hold and send to the byte what real ranks do (tests/rehearse). Two micro-batches or more, so that there are sums of
-gradients.
+hold and send to the byte what real ranks do (tests/foresight/rehearse). Two micro-batches or more, so that there are
+sums of gradients.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
 
 def measured(figure: str, label: str) -> dict[str, Any]:
     """One cell: bytes that a rank holds at the peak of its step, by what they are for, and sends, by collective."""
-    from shardwise.rehearse.apart import apart
+    from shardwise.foresight.rehearse.subprocess import apart
 
     _, ranks, node, cells = FIGURES[figure]
     settings = dict(cells[label])
@@ -106,12 +106,12 @@ def measured(figure: str, label: str) -> dict[str, Any]:
 
 
 def _cell(model: dict[str, Any], settings: dict[str, Any], ranks: int, rank: int, node: int) -> dict[str, Any]:
-    import shardwise.acting
-    import shardwise.zero.plusplus
+    import shardwise.core.effective_device
+    import shardwise.parallel.zero.plusplus
     from shardwise.config.load import load_run
     from shardwise.config.paths import place
-    from shardwise.rehearse.step import Alike, rehearse
-    from shardwise.rehearse.target import aim
+    from shardwise.foresight.rehearse.step import Alike, rehearse
+    from shardwise.foresight.rehearse.target import aim
 
     values: dict[str, Any] = {
         "model": {"config": model, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": LENGTH},
@@ -123,14 +123,14 @@ def _cell(model: dict[str, Any], settings: dict[str, Any], ranks: int, rank: int
     if "offload.optimizer" in settings:
         del values["train"]["masters"]  # in two halves then
     target = aim(load_run(values), 1, ranks)
-    shardwise.zero.plusplus.ranks_per_node = lambda *_: node  # type: ignore[attr-defined]  # hosts that are not there
+    shardwise.parallel.zero.plusplus.ranks_per_node = lambda *_: node  # type: ignore[attr-defined]  # hosts that are not there
     files, mapped = _followed_files()
     known = Alike()
     for one in sorted({0, rank}):  # the first stage tells the others what is handed on
         result = rehearse(target.source, target.run, one, ranks, target.micro_batches, known=known)
     parameters = sum(p.numel() for p in _whole(target.source))
     told = _told(result.tracker, parameters, rank, node)
-    told["host"] = sum(storage.nbytes() for storage in shardwise.acting._HOST if storage not in mapped)
+    told["host"] = sum(storage.nbytes() for storage in shardwise.core.effective_device._HOST if storage not in mapped)
     told["disk"] = sum(files)
     return told | {"parameters": parameters, "ranks": ranks, "rank": rank, "micro_batches": result.micro_batches}
 
@@ -139,7 +139,7 @@ def _followed_files() -> tuple[list[int], Any]:
     """Sizes of the files that will be made, and what of the host's memory stands for them."""
     import weakref
 
-    from shardwise.rehearse.nodisk import NoDisk, NoFile
+    from shardwise.foresight.rehearse.nodisk import NoDisk, NoFile
 
     files: list[int] = []
     mapped: Any = weakref.WeakSet()
@@ -167,8 +167,8 @@ def _whole(source: Any) -> list[Any]:
 
 
 def _told(tracker: Any, parameters: int, rank: int, node: int) -> dict[str, Any]:
-    from shardwise.rehearse.ledger import ledger_of
-    from shardwise.rehearse.tally import head_of
+    from shardwise.foresight.rehearse.ledger import ledger_of
+    from shardwise.foresight.rehearse.tally import head_of
 
     ledger = ledger_of(tracker, head_of(tracker))
     begun = [time for time, kind, number in tracker.borders if (kind, number) == ("forward", 0)]

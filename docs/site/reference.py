@@ -64,7 +64,7 @@ def commands_page() -> str:
     """Every command as its --help shows it."""
     import typer.main
 
-    from shardwise.cli import app
+    from shardwise.cli.main import app
 
     group: Any = typer.main.get_command(app)
     lines = ["# Commands", "", "Written from the code: what `--help` shows.", ""]

@@ -7,7 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["Trainer", "__version__", "initialize", "load_run"]
 
-_HOMES = {"Trainer": "shardwise.trainer", "initialize": "shardwise.engine", "load_run": "shardwise.config"}
+_HOMES = {"Trainer": "shardwise.launch.trainer", "initialize": "shardwise.train.engine", "load_run": "shardwise.config"}
 
 
 def __getattr__(name: str) -> Any:

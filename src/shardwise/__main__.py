@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Runs the command; Ctrl-C is one line from the first moment on."""
     try:
-        from shardwise.cli import main as command
+        from shardwise.cli.main import main as command
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

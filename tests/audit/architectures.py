@@ -3,7 +3,7 @@
     PYTHONPATH=src:tests python -m audit.architectures [--task causal] [--json FILE] [MODEL_TYPE…]
 
 A tiny model of each class is written as a folder, trained for two steps by the run's own code (prepare_job,
-build_parts, accumulate) and compared with verify/plain.py: eager attention, one document at a time, in fp32.
+build_parts, accumulate) and compared with foresight/verify/plain.py: eager attention, one document at a time, in fp32.
 Rows are laid out as a user gets them (`data.packing: auto`), and one document a row. Outcomes:
 
 equal     loss, gradients and update, up to rounding
@@ -61,7 +61,8 @@ class Found:
 
 def audit(tasks: tuple[str, ...], names: list[str], shared: Path, part: str = "1/1") -> Iterator[Found]:
     """One architecture after the other, each in a process of its own; `part` "1/4": the first of every four."""
-    from shardwise.parallel.zoo import architectures, run_ranks
+    from shardwise.foresight.zoo.run import architectures
+    from shardwise.train.trial.ranks import run_ranks
 
     first, step = map(int, part.split("/"))
     for task in tasks:
@@ -86,7 +87,7 @@ def _try(model_type: str, task: str, packing: str, shared: Path) -> dict[str, An
 
 
 def _try_weights(model_type: str, task: str, packing: str, shared: Path, seed: int) -> dict[str, Any]:
-    from shardwise.errors import UserError
+    from shardwise.core.errors import UserError
 
     found = Found(model_type, task, packing, "unbuilt")
     with tempfile.TemporaryDirectory() as name:
@@ -113,9 +114,9 @@ def _write_model(model_type: str, task: str, folder: Path, shared: Path, seed: i
     import torch
     from transformers import CONFIG_MAPPING
 
-    from shardwise.models.shrink import shrink
-    from shardwise.parallel.trial import Case
-    from shardwise.verify.sized import still
+    from shardwise.foresight.verify.sized import still
+    from shardwise.nn.tiny.case import Case
+    from shardwise.nn.tiny.shrink import shrink
 
     config = shrink(CONFIG_MAPPING[model_type](**VARIANTS.get(model_type, {})))
     _set_vocabulary(config)
@@ -165,11 +166,11 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
     import torch
 
     from shardwise.config.load import load_run
-    from shardwise.models.tasks import CLASSES
-    from shardwise.train.job import prepare_job
-    from shardwise.verify import measure, plain
-    from shardwise.verify.compare import Bounds
-    from shardwise.verify.prove import _documents, _routers, _trained
+    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.verify import measure, plain
+    from shardwise.foresight.verify.compare import Bounds
+    from shardwise.foresight.verify.prove import _documents, _routers, _trained
+    from shardwise.nn.models.tasks import CLASSES
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
@@ -194,7 +195,7 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
         "run": job.run.model_dump(mode="json"), "against": str(folder / "answer.safetensors"),
         "bounds": BOUNDS,
     })  # fmt: skip
-    from shardwise.verify.compare import Difference
+    from shardwise.foresight.verify.compare import Difference
 
     difference = Difference(**answer["difference"])
     found.loss, found.gradient = difference.loss, difference.gradient
@@ -244,8 +245,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         os.environ["SHARDWISE_CACHE"] = str(Path(name) / "cache")
         prepare(Path(name))
-        import shardwise.verify.measure
-        import shardwise.verify.plain  # noqa: F401  (imported once, before processes part)
+        import shardwise.foresight.verify.measure
+        import shardwise.foresight.verify.plain  # noqa: F401  (imported once, before processes part)
 
         for one in audit(tuple(options.task or TASKS), options.names, Path(name), options.part):
             results.append(one)

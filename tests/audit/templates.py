@@ -29,9 +29,9 @@ import numpy as np
 
 from audit.conversations import Message, Shape, shapes
 from audit.families import Family, family_of, own_family, own_names, squashed
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Example
 from shardwise.data.render import Renderer
-from shardwise.errors import UserError
 
 MODES = ("special", "plain")  # the family's special tokens as such; the tokenizer has eos and bos alone
 WAYS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})

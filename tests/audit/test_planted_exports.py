@@ -22,7 +22,7 @@ from shardwise.export import command, gguf_file
 from shardwise.export.check import Mismatch
 from shardwise.export.command import export_folder, export_gguf
 from shardwise.export.families import FAMILIES
-from shardwise.models.names import Link, Part
+from shardwise.nn.models.names import Link, Part
 
 Plant = Callable[[pytest.MonkeyPatch, Path], None]
 

@@ -9,9 +9,10 @@ import pytest
 
 from audit.conversations import shapes
 from audit.templates import BASIC, Verdict, audit, own, summary
-from shardwise.data import ends, render, template, turns
-from shardwise.data.ends import End
-from shardwise.data.manner import Manner
+from shardwise.data import render, template, turns
+from shardwise.data import turn_ends as ends
+from shardwise.data.template_probe import Manner
+from shardwise.data.turn_ends import End
 
 PLAIN = (
     "one answer",

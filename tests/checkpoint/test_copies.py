@@ -14,7 +14,7 @@ from support.ranks import run_ranks
 from shardwise.checkpoint import host_copies
 from shardwise.checkpoint.exchange import Transfer, fetches, ring
 from shardwise.checkpoint.host_copies import Life, list_copies, read_life
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 
 def flip(file: Path) -> None:

@@ -15,8 +15,8 @@ from support.ranks import run_ranks
 from support.tiny import CHATML, GPT2, LLAMA, TIED, saved_model, tiny_run, tokenizer_folder
 
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
-from shardwise.errors import UserError
-from shardwise.models.inference import load_for_inference
+from shardwise.core.errors import UserError
+from shardwise.export.inference import load_for_inference
 
 CONFIGS = {"llama": LLAMA, "llama-tied": TIED, "gpt2": GPT2 | {"tie_word_embeddings": False}, "gpt2-tied": GPT2}
 CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}

@@ -15,7 +15,7 @@ from support.tiny import tiny_run, tokenizer_folder
 from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.integrity import verify
 from shardwise.checkpoint.store import check_whole
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.observe.metrics import read_metrics
 
 

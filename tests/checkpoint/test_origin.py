@@ -17,10 +17,10 @@ from support.tiny import LLAMA, QWEN3_MOE, TIED, saved_model, tiny_run
 from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.hf import find_checkpoint
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.export.command import export_folder
-from shardwise.models.origin import RECORD
-from shardwise.models.stored import read_stored, stored_tensors
+from shardwise.nn.models.origin import RECORD
+from shardwise.nn.models.stored import read_stored, stored_tensors
 
 EXTRA = {
     "mtp.layers.0.proj.weight": torch.randn(48, 96).bfloat16(),

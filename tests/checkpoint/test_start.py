@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from support.starts import checkpoint, chosen
 
 from shardwise.checkpoint.copies import NoCopies
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.train.resume import find_start, records, told
 
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from shardwise.checkpoint import writing
 from shardwise.checkpoint.files import TensorFiles
-from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, check_whole, load_tensors
 from shardwise.checkpoint.writing import StateWriter
+from shardwise.distributed.lazy_rows import Rows
 
 
 def many_kinds() -> dict[str, torch.Tensor]:

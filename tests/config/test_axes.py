@@ -9,13 +9,13 @@ from support.families import config_of
 from transformers import AutoConfig
 
 from shardwise.config.axes import check_axes, check_model_axes
-from shardwise.config.compat import first_clash
+from shardwise.config.combinations import first_clash
 from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
 from shardwise.config.schema import Run
-from shardwise.errors import UserError
-from shardwise.parallel.mesh import Layout, layout_of
-from shardwise.parallel.picture import axis_lines, picture
+from shardwise.core.errors import UserError
+from shardwise.distributed.mesh import Layout, layout_of
+from shardwise.distributed.mesh_diagram import axis_lines, picture
 
 
 def the_run(**parallel: Any) -> Run:

@@ -18,15 +18,25 @@ from support import combos
 from support.ranks import run_ranks
 from typer.testing import CliRunner
 
-from shardwise.cli import app
-from shardwise.config.compat import FEATURES, RULES, Feature, Rule, clashes, combines, feature, first_clash, remarks
-from shardwise.config.compat import features as f
-from shardwise.config.compat.check import nested, run_with, settings_of
-from shardwise.config.compat.page import page
+from shardwise.cli.main import app
+from shardwise.config.combinations import (
+    FEATURES,
+    RULES,
+    Feature,
+    Rule,
+    clashes,
+    combines,
+    feature,
+    first_clash,
+    remarks,
+)
+from shardwise.config.combinations import features as f
+from shardwise.config.combinations.check import nested, run_with, settings_of
+from shardwise.config.combinations.page import page
 from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
-from shardwise.engine import EngineConfig
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.train.engine import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 REFUSALS = [rule for rule in RULES if rule.verdict == "refused"]
@@ -116,7 +126,7 @@ def test_a_loop_of_ones_own_is_asked_what_it_has() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """If this fails: python -m shardwise.config.compat > docs/combinations.md"""
+    """If this fails: python -m shardwise.config.combinations > docs/combinations.md"""
     assert (ROOT / "docs/combinations.md").read_text() == page()
 
 

@@ -16,7 +16,7 @@ from shardwise.config.deepspeed.__main__ import page
 from shardwise.config.deepspeed.plan import default_of
 from shardwise.config.load import from_deepspeed, load_run
 from shardwise.config.schema import Run
-from shardwise.errors import UserError, UserErrors
+from shardwise.core.errors import UserError, UserErrors
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/deepspeed/ds_config_zero3.json"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from support.json_schema import complaints
 
 from shardwise.config import LoadedRun, Run, load_run
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 EXAMPLE = """\
 # Every kind of value in one file.
@@ -203,7 +203,7 @@ def test_origins_of_a_dict() -> None:
 def test_command_line_prints_every_origin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwise.cli import main
+    from shardwise.cli.main import main
 
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "run.yaml").write_text(SMALL + "device: cpu\n")

@@ -19,7 +19,8 @@ from shardwise.config.resolve import (
     resolve_steps,
     world_size,
 )
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.foresight.prepare import prepare_job
 
 
 @pytest.fixture(autouse=True)
@@ -240,12 +241,16 @@ def test_output_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_resume_must_name_a_checkpoint(tmp_path: Path) -> None:
+    """Before the model is looked for."""
     (tmp_path / "empty").mkdir()
+
+    def settings(name: str) -> list[str]:
+        return [f"output={tmp_path}/out", f"resume={tmp_path}/{name}", "device=cpu"]
+
     for name, problem in {"empty": "is no checkpoint", "absent": "there is no such checkpoint"}.items():
         with pytest.raises(UserError) as caught:
-            check_output(run(f"output={tmp_path}/out", f"resume={tmp_path}/{name}"))
+            prepare_job(load_run({"model": "none", "data": {"train": "none"}}, settings(name)))
         assert caught.value.field == "resume" and problem in caught.value.problem
-    check_output(run(f"output={tmp_path}/out", "resume=never"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from support import cli
 from support.tiny import tiny_run
 
-from shardwise import cli as command_line
+from shardwise.cli import main as command_line
 
 HOSTILE = "\x1b[2J[bold]x[/bold]\u202e"
 
@@ -164,7 +164,7 @@ def test_ctrl_c_says_that_it_stopped(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardwise.data.command.survey", interrupted)
+    monkeypatch.setattr("shardwise.foresight.data_report.command.survey", interrupted)
     code, out, err = call(capsys, run)
     assert code == 130 and out == "" and err.startswith("stopped; what was tokenised so far is kept")
 

@@ -15,10 +15,10 @@ import pytest
 from support.corpus import alike, documents, edited, examples, near_repeats
 
 from shardwise.config.schema import Refine
+from shardwise.core.words import words_of
 from shardwise.data import duplicates
 from shardwise.data.duplicates import DuplicateFinder, Removals, band_shape, row_keys
 from shardwise.data.examples import Example
-from shardwise.data.words import words_of
 
 EXACT, NEAR = Refine(duplicates="exact"), Refine(duplicates="near")
 

@@ -21,11 +21,11 @@ from support import stores
 from support.stores import seen, stream
 
 from shardwise.data import epochs as module
-from shardwise.data.ahead import Ahead
 from shardwise.data.epochs import Epochs, micro_batches, stream_in_words
 from shardwise.data.loader import IGNORE, Loader, StepBatch
 from shardwise.data.mixing import passes_per_epoch
-from shardwise.objectives.base import sum_by_source
+from shardwise.data.prefetcher import Ahead
+from shardwise.nn.objective import sum_by_source
 from shardwise.train.heldout import summed_losses
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from shardwise.config.load import load_run
+from shardwise.config.row_filter_operations import FUNCTIONS
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Example
 from shardwise.data.expression import Expression
-from shardwise.data.operations import FUNCTIONS
-from shardwise.errors import UserError
 
 ROW: dict[str, Any] = {
     "lang": "en",

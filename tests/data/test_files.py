@@ -16,11 +16,11 @@ import pytest
 from support.sources import FIELD, raw_rows, take
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data import containers, jsonfile, tables
 from shardwise.data.containers import CHUNK_BYTES, CHUNK_ROWS
 from shardwise.data.examples import BadRow, Raw
 from shardwise.data.files import chunk_tasks, content_digest, count_rows, read_chunk, source_files, source_notes
-from shardwise.errors import UserError
 
 Write = Callable[..., str]
 HELLO = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "né 🙂"}]}'
@@ -453,7 +453,7 @@ def test_hub_mistakes(
 
 def test_hub_without_a_network(datasets: Any) -> None:
     code = (
-        "from support.sources import take\nfrom shardwise.errors import UserError\n"
+        "from support.sources import take\nfrom shardwise.core.errors import UserError\n"
         "try: take('nobody/nothing')\nexcept UserError as error: print(error)"
     )
     offline = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -13,8 +13,8 @@ from support.tiny import GPT2, saved_model
 
 from shardwise.checkpoint.hf import _check_tokenizer
 from shardwise.checkpoint.store import MODEL
+from shardwise.core.errors import UserError
 from shardwise.data.fingerprint import FILE, check_fingerprint, template_fingerprint, write_fingerprint
-from shardwise.errors import UserError
 
 
 def changed(what: str) -> Any:
@@ -71,7 +71,7 @@ def test_what_does_not_matter_for_tokens_is_no_change(tmp_path: Path) -> None:
 def test_chat_and_export_refuse_a_changed_template(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from shardwise.models.inference import load_for_inference
+    from shardwise.export.inference import load_for_inference
 
     folder = tmp_path / MODEL
     saved_model(folder, GPT2)

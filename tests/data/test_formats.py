@@ -15,11 +15,11 @@ import pytest
 from support.sources import FIELD, take
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Example, Raw
 from shardwise.data.files import chunk_tasks, read_chunk
 from shardwise.data.formats import FORMATS, Detected, detect, understand
-from shardwise.data.judged import check_format
-from shardwise.errors import UserError
+from shardwise.data.preference import check_format
 
 Write = Callable[..., str]
 HELLO = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "né 🙂"}]}'

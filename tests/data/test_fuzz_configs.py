@@ -14,8 +14,8 @@ from support.chat import chat_tokenizer
 from support.tiny import CHATML
 
 from shardwise.config.load import load_run
+from shardwise.core.errors import UserError
 from shardwise.data.prepare import prepare_data
-from shardwise.errors import UserError
 
 ODD = [None, True, False, 0, -1, 1, 2.5, 1e400, float("nan"), "", " ", "auto", "none", "5%", "200%", [], {}, [1],
        {"a": 1}, "\x00", "é\u202e", "../../etc", "x" * 5000, 10**30, "nan", "1e3", "[", "{", "*", "~", "hf:", "a/b/c",

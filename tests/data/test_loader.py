@@ -12,10 +12,10 @@ import torch
 from support import stores
 from support.stores import LENGTH, PAD, documents, ids_of, places, seen, stream
 
-from shardwise.data.ahead import Ahead
+from shardwise.core.errors import UserError
 from shardwise.data.loader import IGNORE, Loader, MicroBatch
 from shardwise.data.mixing import SourceStream
-from shardwise.errors import UserError
+from shardwise.data.prefetcher import Ahead
 
 BATCH, COUNT = 8, 150
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from support.encoders import make_tokenizer, sentences
 
-from shardwise.data.layout import IGNORE
+from shardwise.core.errors import UserError
+from shardwise.core.labels import IGNORE
 from shardwise.data.masking import Masker, word_starts
 from shardwise.data.packing import DOCUMENT
-from shardwise.data.purposes import special_ids
 from shardwise.data.render import Renderer
+from shardwise.data.row_renderers import special_ids
 from shardwise.data.rows import MaskedLayout
 from shardwise.data.store import LEARNED
-from shardwise.errors import UserError
 
 tokenizer_of = cache(make_tokenizer)
 

@@ -14,10 +14,10 @@ import pytest
 from support.stores import documents, loader, places, stream, write_store
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data.loader import Loader
 from shardwise.data.mixing import Mixture, SourceStream, passes_per_epoch, source_names
 from shardwise.data.store import TokenStore, fail, finish, write_chunk
-from shardwise.errors import UserError
 
 
 def taken(source: Loader, epochs: int, after: int = 0) -> Counter[int]:

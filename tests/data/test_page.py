@@ -17,11 +17,11 @@ from support.bills import HOSTILE, bill, source
 from support.chat import chat_tokenizer
 from support.tiny import CHATML
 
-from shardwise.data.advice import Notice, problems, warnings
-from shardwise.data.bill import Bill
-from shardwise.data.page import render_page, write_page
-from shardwise.data.preview import Sample
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.data.statistics import Bill
+from shardwise.foresight.data_report.advice import Notice, problems, warnings
+from shardwise.foresight.data_report.page import render_page, write_page
+from shardwise.foresight.data_report.preview import Sample
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 VOID = {"meta"}

@@ -17,10 +17,10 @@ from support.chat import chat_tokenizer
 from support.tiny import CHATML
 
 from shardwise.config.schema import Data
+from shardwise.core.errors import UserError
 from shardwise.data import prepare, tokenise
 from shardwise.data.prepare import Prepared, prepare_data
 from shardwise.data.store import TokenStore, fail
-from shardwise.errors import UserError
 
 Write = Callable[..., str]
 

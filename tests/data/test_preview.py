@@ -14,8 +14,8 @@ from support.bills import HOSTILE
 from support.chat import chat_tokenizer
 from support.tiny import CHATML
 
-from shardwise.data.preview import Pieces, Preview, Sample, Span, shortened, shown, spans
-from shardwise.data.visible import ASCII, one_line, several_lines, visible
+from shardwise.core.printable import ASCII, one_line, several_lines, visible
+from shardwise.foresight.data_report.preview import Pieces, Preview, Sample, Span, shortened, shown, spans
 
 TEXTS = [
     "plain words, and more",

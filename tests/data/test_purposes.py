@@ -11,14 +11,14 @@ import pytest
 from support.encoders import make_tokenizer
 
 from shardwise.config.schema import Data, Source
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.formats import detect, understand
 from shardwise.data.labels import class_of, collect_labels, label_name, ordered
 from shardwise.data.prepare import prepare_data
-from shardwise.data.purposes import note_of, read_and_learned
 from shardwise.data.render import Renderer
+from shardwise.data.row_renderers import note_of, read_and_learned
 from shardwise.data.tokenise import Spec, fit
-from shardwise.errors import UserError
 
 tokenizer_of = cache(make_tokenizer)
 LONG = "Sharding divides what every rank would otherwise hold whole, and gathers it again when it is needed. " * 6

@@ -17,8 +17,8 @@ import pytest
 from support.sources import take
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data.files import count_rows
-from shardwise.errors import UserError
 
 Bytes = bytes | Callable[[], bytes]
 

@@ -14,9 +14,9 @@ from support.corpus import documents, edited, examples
 
 from shardwise.config.load import load_run
 from shardwise.config.schema import Refine
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Document, Example, Raw
 from shardwise.data.refine import EvalNgrams, RowRules, length_fate
-from shardwise.errors import UserError
 
 PASSAGE = "the quick brown fox jumps over the lazy dog again"
 

@@ -12,11 +12,12 @@ from support import cli
 from support.chat import THINKING, chat_tokenizer
 from support.tiny import CHATML, tiny_run
 
-from shardwise import cli as command_line
+from shardwise.cli import main as command_line
 from shardwise.config.schema import Data
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.prepare import prepare_data
-from shardwise.data.remarks import (
+from shardwise.data.render import Renderer
+from shardwise.data.row_warnings import (
     BLANK_BEFORE,
     EMPTY_ANSWER,
     EMPTY_PIECE,
@@ -25,7 +26,6 @@ from shardwise.data.remarks import (
     RUN_TOGETHER,
     explained,
 )
-from shardwise.data.render import Renderer
 
 CALL = {"function": {"name": "f", "arguments": {}}}
 KNOWING = CHATML.replace("m['content']", "m.get('reasoning_content', '') + m['content']")

@@ -20,9 +20,9 @@ from support.chat import (
 )
 from support.tiny import CHATML
 
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.render import BATCH, Renderer, check_template
-from shardwise.errors import UserError
 
 FIELD = "data.train.0"
 # name: template, end of sequence, beginning of sequence, what each learned turn is, given the content

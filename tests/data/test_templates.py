@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from support.templates import CHATML, FAMILIES, Message, family_tokenizer, smollm2
 
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Document, Example
 from shardwise.data.render import Renderer, check_template
 from shardwise.data.template import ChatTemplate, TemplateFault
-from shardwise.errors import UserError
 
 FIELD = "data.train.0"
 WORDS = ["The", "sky", "is", "blue", "naïve", "日本語", "🙂👩‍👩‍👧", "a", "of", "x=1;", "{}", "[0]", "100%", "\\n", "'s"]

@@ -12,8 +12,10 @@ import pytest
 from support.chat import chat_tokenizer
 from support.templates import CHATML, FAMILIES, PHI3, TAGGED, family_tokenizer
 
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Document, Example
-from shardwise.data.remarks import (
+from shardwise.data.render import Renderer, check_template
+from shardwise.data.row_warnings import (
     END_ADDED,
     END_NEXT,
     END_ONCE,
@@ -24,9 +26,7 @@ from shardwise.data.remarks import (
     THOUGHTS_DROPPED,
     explained,
 )
-from shardwise.data.render import Renderer, check_template
 from shardwise.data.template import ChatTemplate
-from shardwise.errors import UserError
 
 TWO = (
     {"role": "user", "content": "Why?"},
@@ -99,7 +99,7 @@ def test_stops_come_from_the_models_own_settings(tmp_path: Path) -> None:
     from support.tiny import LLAMA, saved_model
 
     from shardwise.config.schema import Model
-    from shardwise.models.source import find_model
+    from shardwise.nn.models.source import find_model
 
     folder = tmp_path / "model"
     saved_model(folder, LLAMA)
@@ -314,7 +314,7 @@ def test_the_command_shows_what_is_trained_on(
     from support import cli
     from support.tiny import tiny_run
 
-    from shardwise import cli as command_line
+    from shardwise.cli import main as command_line
 
     name, messages, turns, said = CASES[case]
     monkeypatch.chdir(tmp_path)

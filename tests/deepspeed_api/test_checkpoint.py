@@ -12,12 +12,12 @@ import torch
 from support import deepspeed_scenarios as scenarios
 from support.ranks import run_ranks
 
+from shardwise.core.errors import UserError
 from shardwise.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from shardwise.errors import UserError
 
 
 @pytest.fixture(scope="module")

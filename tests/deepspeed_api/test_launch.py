@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.core.errors import UserError
 from shardwise.deepspeed.hosts import as_filter, choose, parse_filter, read_hostfile
 from shardwise.deepspeed.launch import main
-from shardwise.errors import UserError
 
 HOSTS = {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1, 2, 3]}
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.core.errors import UserError
 from shardwise.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from shardwise.deepspeed.optimizers import configured
 from shardwise.deepspeed.refused import REFUSED
@@ -26,7 +27,6 @@ from shardwise.deepspeed.runtime.zero.stage_1_and_2 import (
     estimate_zero2_model_states_mem_needs_all_cold,
 )
 from shardwise.deepspeed.settings import read_config, settle
-from shardwise.errors import UserError
 
 SCHEDULES = json.loads((Path(__file__).parents[1] / "optim/deepspeed_reference.json").read_text())
 
@@ -138,7 +138,7 @@ def test_config_is_read_and_settled(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_estimators(capsys: pytest.CaptureFixture[str]) -> None:
-    """DeepSpeed's own figures, where its users import them from; all rows are in tests/plan/test_published.py."""
+    """DeepSpeed's own figures, where its users import them from; test_published.py has all rows."""
     assert estimate_zero2_model_states_mem_needs(1000, 4, 2, cpu_offload=False) == (24000, 4000 + 16 * 125)
     host, device, layer = estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, cpu_offload=False, zero_init=True)
     assert (host, device, layer) == (2400, 400 + 18 * 125, 400)

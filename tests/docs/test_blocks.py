@@ -67,7 +67,7 @@ def test_yaml_is_what_the_schema_takes(block: Block, tmp_path: Path, monkeypatch
         if set(values) <= set(Run.model_fields):
             load_run(merged(BASE, values))
         elif set(values) <= {"devices", "nodes", "links", "networks"}:
-            from shardwise.plan.hardware import device_names, find_device
+            from shardwise.core.hardware.specs import device_names, find_device
 
             (tmp_path / "hardware.yaml").write_text(block.text)
             monkeypatch.setenv("SHARDWISE_HARDWARE", str(tmp_path / "hardware.yaml"))
@@ -83,7 +83,7 @@ def test_yaml_is_what_the_schema_takes(block: Block, tmp_path: Path, monkeypatch
 
 
 def test_a_wrong_key_in_a_block_would_be_noticed() -> None:
-    from shardwise.errors import UserError
+    from shardwise.core.errors import UserError
 
     with pytest.raises(UserError):
         load_run(merged(BASE, alternatives("train: {learning_rat: 1}\n")[0]))
@@ -149,7 +149,7 @@ def test_adapters_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     base = AutoModelForCausalLM.from_pretrained("tiny")
     imports, _, rest = block.text.partition(
         "with torch.no_grad()"
-    )  # that part is for a run in training: tests/adapters
+    )  # that part is for a run in training: tests/nn/adapters
     lines = ("load_adapters(" + rest.partition("load_adapters(")[2]).splitlines()
     names: dict[str, Any] = {"model": base}
     inputs = {"input_ids": torch.randint(0, 500, (1, 8))}

@@ -29,6 +29,6 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def loaded(llama: str) -> tuple[Any, Any]:
     """The Llama and its tokenizer."""
-    from shardwise.models.inference import load_for_inference
+    from shardwise.export.inference import load_for_inference
 
     return load_for_inference(llama)

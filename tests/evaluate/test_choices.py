@@ -11,12 +11,12 @@ import pytest
 import torch
 from support.evaluation import QUESTIONS, no_bar, write_lines
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate import likelihood
 from shardwise.evaluate.choices import Prompts, Question, measure_choices, read_questions
 from shardwise.evaluate.likelihood import Request, fit_context, log_likelihoods, make_request
 from shardwise.evaluate.settings import ChoiceTask
-from shardwise.models.inference import load_for_inference
+from shardwise.export.inference import load_for_inference
 
 
 def _plain(model: Any, ids: tuple[int, ...], begin: int) -> float:

@@ -10,8 +10,8 @@ import pytest
 from support.evaluation import QUESTIONS, write_lines
 from typer.testing import CliRunner
 
-from shardwise.cli import app
-from shardwise.errors import Interrupted, UserError
+from shardwise.cli.main import app
+from shardwise.core.errors import Interrupted, UserError
 from shardwise.evaluate import command
 from shardwise.evaluate.settings import ChoiceTask, GenerateTask, JudgeTask, read_tasks
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from support.evaluation import no_bar, write_lines
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate import generation
 from shardwise.evaluate.generation import measure_generation
 from shardwise.evaluate.scorers import Scorer, last_number
 from shardwise.evaluate.settings import GenerateTask
-from shardwise.serve.generate import Sampling, answers
+from shardwise.nn.generate import Sampling, answers
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.evaluation import QUESTIONS, no_bar, write_lines
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate.choices import measure_choices
 from shardwise.evaluate.harness import measure_harness
 from shardwise.evaluate.settings import ChoiceTask, HarnessTask

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.evaluation import Mock, endpoint, no_bar, write_lines
 
-from shardwise.errors import RunFailed, UserError
+from shardwise.core.errors import RunFailed, UserError
 from shardwise.evaluate.client import Endpoint
 from shardwise.evaluate.command import evaluate
 from shardwise.evaluate.judge import JUDGEMENTS, collect_answers, judge_all
@@ -208,7 +208,7 @@ def test_what_the_endpoint_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_answers_are_kept_by_weights(loaded: Any, other: str, tmp_path: Path) -> None:
-    from shardwise.models.inference import load_for_inference
+    from shardwise.export.inference import load_for_inference
 
     with endpoint(lambda _: "Rating: 5") as mock:
         task = _task(tmp_path, mock)

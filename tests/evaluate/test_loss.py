@@ -11,12 +11,12 @@ from support.encoders import encoder_run
 from support.evaluation import no_bar
 from support.tiny import PAIRS, tiny_run
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate.command import evaluate, run_of
 from shardwise.evaluate.loss import measure_loss
 from shardwise.evaluate.settings import LossTask
-from shardwise.models.inference import load_for_inference
-from shardwise.trainer import Trainer
+from shardwise.export.inference import load_for_inference
+from shardwise.launch.trainer import Trainer
 
 HELD_OUT = PAIRS.parent / "heldout.jsonl"
 

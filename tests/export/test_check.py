@@ -16,7 +16,7 @@ from shardwise.checkpoint.hf import find_checkpoint
 from shardwise.export import check, command
 from shardwise.export.check import Mismatch, compare, load_folder, sample_ids
 from shardwise.export.command import export_folder, export_gguf
-from shardwise.models.inference import from_checkpoint
+from shardwise.export.inference import from_checkpoint
 
 IDS = [torch.arange(64).view(1, 64) * 7 % 515]
 
@@ -131,7 +131,7 @@ def test_what_is_no_run_is_told_apart(output: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_become_gguf_says_so_first(output: Path, tmp_path: Path) -> None:
-    from shardwise.errors import UserError
+    from shardwise.core.errors import UserError
 
     run = Path(shutil.copytree(output, tmp_path / "run"))
     file = find_checkpoint(run) / "model/config.json"

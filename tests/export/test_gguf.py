@@ -23,17 +23,17 @@ from support.tiny import tokenizer_folder
 from transformers import AutoConfig
 
 from shardwise.config.schema import Model
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.export import gguf_file, readers
 from shardwise.export.check import BOUNDS, Comparison, Mismatch, compare, load_folder
 from shardwise.export.command import export_gguf
 from shardwise.export.families import FAMILIES, WINDOWLESS, Family, family_of
 from shardwise.export.gguf_file import KINDS, plan_gguf, write_gguf
 from shardwise.export.readers import judge
-from shardwise.models.gguf import load_gguf
-from shardwise.models.gguf_rules import READS, meaning, open_gguf
-from shardwise.models.source import find_model
-from shardwise.models.tasks import auto_class, task_of
+from shardwise.nn.models.gguf import load_gguf
+from shardwise.nn.models.gguf_rules import READS, meaning, open_gguf
+from shardwise.nn.models.source import find_model
+from shardwise.nn.models.tasks import auto_class, task_of
 
 IDS = [torch.arange(2 * 48).view(2, 48) * 37 % 515]
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.export.check import load_folder, sample_ids
 from shardwise.export.command import export_gguf
-from shardwise.models.source import EMBEDDED, find_model
+from shardwise.nn.models.source import EMBEDDED, find_model
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from shardwise.config.schema import Model
 from shardwise.export.gguf_file import plan_gguf, write_gguf
 from shardwise.export.vocabulary import BYTE, CONTROL, UNKNOWN, UNUSED, Vocabulary, vocabulary_of
-from shardwise.models.source import find_model
+from shardwise.nn.models.source import find_model
 
 TEXTS = [
     "Plain words, twice  spaced, and\ttabs.\n\nParagraphs.",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.kernels.adamw import split_adamw, split_adamw_reference, split_adamw_together
-from shardwise.kernels.squares import norm_of_all
+from shardwise.nn.kernels.multi_tensor_norm import norm_of_all
 from shardwise.optim.codecs import FIRST, SECOND
+from shardwise.optim.kernels.split_adamw import split_adamw, split_adamw_reference, split_adamw_together
 from shardwise.optim.rules import Hyper
-from shardwise.zero.master import join, split_
+from shardwise.optim.split_master import join, split_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -43,7 +43,7 @@ def test_split_adamw(scaled: bool) -> None:
 @pytest.mark.parametrize("shape", [(333, 512), (70, 300)])
 def test_coded_adamw_on_split_masters(kind: str, shape: tuple[int, int]) -> None:
     """The fused kernel on halves equals the same kernel on whole masters, apart from the split."""
-    from shardwise.optim import fused
+    from shardwise.optim.kernels import coded_adamw as fused
 
     master, high, low = masters(shape)
     codecs = FIRST[kind], SECOND[kind]

@@ -16,9 +16,10 @@ from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 from torch import nn
 
-from shardwise.models import attention
-from shardwise.models.attention import fast_attention
-from shardwise.models.documents import DocumentMask, Documents
+from shardwise.data.documents import Documents
+from shardwise.nn.attention import varlen as attention
+from shardwise.nn.attention.document_mask import DocumentMask, RowsMask
+from shardwise.nn.attention.varlen import fast_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -157,7 +158,7 @@ def test_forward_and_backward_do_not_wait(kind: str, recompute: bool) -> None:
             torch.cuda.set_sync_debug_mode(mode)
             with fast_attention(CUDA):
                 logits = model(
-                    input_ids=batch[0], position_ids=positions, attention_mask=batch[2].mask(), use_cache=False
+                    input_ids=batch[0], position_ids=positions, attention_mask=RowsMask(batch[2]), use_cache=False
                 ).logits
                 packed._loss(logits, batch[1]).backward()
         finally:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.plan import bench as steps
-from shardwise.plan import bench_command
-from shardwise.plan.hardware import this_machine
-from shardwise.plan.measured import read_measured
+from shardwise.core.hardware.measured import read_measured
+from shardwise.core.hardware.specs import this_machine
+from shardwise.foresight.bench import command as bench_command
+from shardwise.foresight.bench import device as steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_reference_
+from shardwise.nn.kernels.cross_entropy import cross_entropy_, cross_entropy_reference_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

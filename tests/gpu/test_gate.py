@@ -16,9 +16,9 @@ import torch
 from filelock import FileLock
 from support.tiny import saved_model, tiny_run, tokenizer_folder
 
-from shardwise.errors import RunFailed, UserError
-from shardwise.plan import kept
-from shardwise.trainer import Trainer
+from shardwise.core.errors import RunFailed, UserError
+from shardwise.launch.trainer import Trainer
+from shardwise.observe import prediction as kept
 
 CARD = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(CARD < 130e9, reason="no CUDA device of 140 GB")]

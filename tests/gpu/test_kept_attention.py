@@ -23,7 +23,7 @@ BASE: dict[str, Any] = {
 
 def with_and_without(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Each run, and once more with nothing kept, so that the same operator computes attention again."""
-    from shardwise.zero import kept_attention as module
+    from shardwise.parallel.activations import saved_attention as module
 
     keep, found = module._First.keep, []
     for run in runs:

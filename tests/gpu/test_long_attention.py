@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.kernels import long_attention as module
-from shardwise.kernels.long_attention import attend_long
-from shardwise.models.attention import fast_attention
+from shardwise.nn.attention import long_context as module
+from shardwise.nn.attention.long_context import attend_long
+from shardwise.nn.attention.varlen import fast_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

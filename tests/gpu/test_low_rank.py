@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.adapters.layers import attach_lora, multiply_bases_in_float8
-from shardwise.adapters.quantized import dequantized, quantize_linears
-from shardwise.kernels.low_rank import add_low_rank_, scale_and_add_low_rank_
-from shardwise.kernels.nf4 import Bits
-from shardwise.kernels.transpose import transposed_bytes
+from shardwise.nn.adapters.layers import attach_lora, multiply_bases_in_float8
+from shardwise.nn.adapters.quantized import dequantized, quantize_linears
+from shardwise.nn.kernels.low_rank import add_low_rank_, scale_and_add_low_rank_
+from shardwise.nn.kernels.nf4 import Bits
+from shardwise.nn.kernels.transpose import transposed_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -12,10 +12,10 @@ from support.ranks import run_ranks
 from support.tiny import LLAMA, tiny_run, tokenizer_folder
 from torch import nn
 
-from shardwise.adapters.quantized import dequantized, quantize_linears
-from shardwise.kernels import nf4 as dispatch
-from shardwise.kernels import nf4_reference as reference
-from shardwise.kernels.nf4 import Bits, RowFormat
+from shardwise.nn.adapters.quantized import dequantized, quantize_linears
+from shardwise.nn.kernels import nf4 as dispatch
+from shardwise.nn.kernels import nf4_reference as reference
+from shardwise.nn.kernels.nf4 import Bits, RowFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

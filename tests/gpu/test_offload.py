@@ -12,7 +12,7 @@ from support.tiny import tiny_run
 from torch import nn
 
 from shardwise.optim.rules import RULES
-from shardwise.zero.offload import OffloadedOptimizer
+from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -33,7 +33,7 @@ def plain(param: Any, grad: Any, parts: Any, codecs: Any, seeds: Any, offset: in
 @pytest.mark.parametrize("kind", ["8bit", "4bit"])
 def test_the_kernel_is_the_plain_path(kind: str, shape: tuple[int, int]) -> None:
     """Parameters to rounding; codes the same, but for values that rounding puts on the other side of a draw."""
-    from shardwise.optim import fused
+    from shardwise.optim.kernels import coded_adamw as fused
 
     codecs = FIRST[kind], SECOND[kind]
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_the_kernel_is_the_plain_path(kind: str, shape: tuple[int, int]) -> None
 
 def test_speed_of_the_kernel() -> None:
     """Bytes that must move (parameter and gradient read, parameter written, states both ways) by the time it takes."""
-    from shardwise.optim import fused
+    from shardwise.optim.kernels import coded_adamw as fused
 
     shape = (4096, 2048)
     param, grad = torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda")

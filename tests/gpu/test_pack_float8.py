@@ -11,9 +11,9 @@ from support import float8
 from support.ranks import run_ranks
 from support.tiny import LLAMA, tiny_run, tokenizer_folder
 
-from shardwise.kernels.float8 import FORWARD, inverse_for, largest_of, scale_for
-from shardwise.kernels.pack_float8 import TILE, lay_out, pack, unpack_into
-from shardwise.kernels.round_turned import rounded
+from shardwise.nn.kernels.float8 import FORWARD, inverse_for, largest_of, scale_for
+from shardwise.nn.kernels.pack_float8 import TILE, lay_out, pack, unpack_into
+from shardwise.nn.kernels.round_turned import rounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from support.tiny import LLAMA, tiny_run, tokenizer_folder
 
-from shardwise.kernels.float8 import Recipe, float8_linear
-from shardwise.trainer import Trainer
+from shardwise.launch.trainer import Trainer
+from shardwise.nn.kernels.float8 import Recipe, float8_linear
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="no CUDA device")]

@@ -11,8 +11,8 @@ from support import plusplus
 from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise.kernels import quantize as dispatch
-from shardwise.kernels import quantize_reference as reference
+from shardwise.nn.kernels import quantize as dispatch
+from shardwise.nn.kernels import quantize_reference as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -10,7 +10,7 @@ import torch
 from support.families import config_of
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise.verify import command
+from shardwise.foresight.verify import command
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

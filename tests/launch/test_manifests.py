@@ -13,8 +13,8 @@ import yaml
 from support import cli
 from support.tiny import tiny_run
 
-from shardwise import cli as command_line
-from shardwise.errors import UserError
+from shardwise.cli import main as command_line
+from shardwise.core.errors import UserError
 from shardwise.launch.command import BELONGS
 from shardwise.launch.hosts import Hosts
 from shardwise.launch.kubernetes import Kubernetes

@@ -12,14 +12,14 @@ from support import cli
 from support.hosts import Agent
 from support.tiny import tiny_run
 
-from shardwise import cli as command_line
+from shardwise.cli import main as command_line
 from shardwise.config.load import load_run
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.launch import node
 from shardwise.launch.group import _reason
 from shardwise.launch.hosts import Hosts, check_sizes, names_of, parse_hosts
-from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
-from shardwise.launch.meeting import Meeting, Report, Rules
+from shardwise.launch.rendezvous import Meeting, Report, Rules
+from shardwise.launch.rendezvous_link import Keeper, Line, Place, free_port, interface_towards, lead
 
 
 def agents(file: Path, number: int, *more: str) -> list[Agent]:

@@ -15,9 +15,9 @@ import pytest
 from support import cli
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise.errors import RunFailed
+from shardwise.core.errors import RunFailed
 from shardwise.launch import ray_jobs
-from shardwise.launch.link import free_port
+from shardwise.launch.rendezvous_link import free_port
 
 
 class Dashboard:

@@ -15,7 +15,7 @@ from support import cli
 from support.slurm_cluster import slurm
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.launch.hosts import Hosts
 from shardwise.launch.slurm import Slurm
 from shardwise.launch.submission import Submission

@@ -105,7 +105,7 @@ def test_the_meeting_place_is_cut_off_and_an_agent_dies(tmp_path: Path, three_ho
         agents[1].when("trying to meet the others again")
         agents[0].when("host-1 (10.214.78.2) has been silent")
         ranks = cli.rank_processes(agents[1].process)
-        assert cli.all_gone([rank for rank in ranks if "shardwise.launch.rank" in rank.cmdline()])
+        assert cli.all_gone([rank for rank in ranks if "shardwise.cli.rank_process" in rank.cmdline()])
         three_hosts[0].mend()
         agents[0].when("round 2: 1 of 2 ranks on 2 hosts")
         cli.wait_for_step(agents[0].process, output, cli.steps_done(output) + 10)

@@ -13,9 +13,9 @@ from support import cli
 from support.hosts import Agent
 from support.tiny import tiny_run
 
-from shardwise.errors import UserError
-from shardwise.launch.link import Keeper, Line, Place, free_port
-from shardwise.launch.meeting import Meeting, Report, Rules
+from shardwise.core.errors import UserError
+from shardwise.launch.rendezvous import Meeting, Report, Rules
+from shardwise.launch.rendezvous_link import Keeper, Line, Place, free_port
 from shardwise.launch.token import VARIABLE, make_token, proof, take_token
 
 TOKEN = "0123456789abcdef-0123"

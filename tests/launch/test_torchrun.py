@@ -14,8 +14,8 @@ import pytest
 from support import cli
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise import cli as command_line
-from shardwise.launch.cpu import usable_cores
+from shardwise.cli import main as command_line
+from shardwise.core.cpu_probe import usable_cores
 
 # Half precision, because under torchrun nobody but the rank itself can give oneDNN the cap that some CPUs need.
 STEPS, PRECISION = 4, "bf16"

@@ -17,10 +17,10 @@ from support.tiny import LLAMA, saved_model, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
 from shardwise.config.objectives import Distill
-from shardwise.data.taught import TaughtLayout
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.data.distillation_batch import TaughtLayout
+from shardwise.foresight.prepare import prepare_job
 from shardwise.objectives.distill import DistillObjective, TeacherLogProbs, likeliest
-from shardwise.train.job import prepare_job
 
 pytestmark = pytest.mark.timeout(judged.PATIENCE)
 WORDS = 515

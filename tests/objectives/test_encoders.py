@@ -15,15 +15,15 @@ from support.encoders import CONFIGS, encoder_run, encoder_tokenizer, rows_for, 
 from support.ranks import run_ranks
 
 from shardwise.config.load import load_run
+from shardwise.core.errors import UserError
 from shardwise.data.rows import RowBatch, type_separator
-from shardwise.errors import UserError
-from shardwise.models.build import build_on_meta, find_blocks
-from shardwise.models.tasks import auto_class
+from shardwise.foresight.prepare import prepare_job
+from shardwise.nn.models.build import build_on_meta, find_blocks
+from shardwise.nn.models.tasks import auto_class
 from shardwise.objectives.classify import ClassifyObjective
 from shardwise.objectives.masked import MaskedObjective
 from shardwise.objectives.seq2seq import Seq2seqObjective
-from shardwise.train.job import prepare_job
-from shardwise.train.selfcheck import check_decoder
+from shardwise.parallel.selfcheck import check_decoder
 
 ALL = [
     ("t5", "seq2seq"), ("bart", "seq2seq"), ("bert", "masked"), ("bert", "classify"), ("roberta", "masked"),
@@ -213,7 +213,7 @@ def test_a_classifier_goes_on_with_its_own_classes(shared: Path) -> None:
     other = write_rows(shared / "three.jsonl", [{"text": "a", "label": x} for x in "abc"])
     with pytest.raises(UserError, match="has a head for the classes long, short"):
         prepare_job(load_run(run | {"model": str(out / "model"), "data": {"train": other, "sequence_length": 64}}))
-    from shardwise.models.inference import load_for_inference
+    from shardwise.export.inference import load_for_inference
 
     for name in (out, out / "checkpoints"):
         with pytest.raises(UserError, match=r"a model that classifies .* cannot be talked to"):

@@ -12,7 +12,7 @@ from support.scenarios import batch_of, full_parameters, parts_of
 from support.tiny import GPT2, LLAMA, TIED, saved_model, tiny_run
 
 import shardwise.objectives.head as heads
-from shardwise.kernels.cross_entropy import cross_entropy_reference_
+from shardwise.nn.kernels.cross_entropy import cross_entropy_reference_
 
 PHI = dict(model_type="phi", hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
            vocab_size=515, max_position_embeddings=512, embd_pdrop=0.0, resid_pdrop=0.0)  # fmt: skip

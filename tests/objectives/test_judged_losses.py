@@ -12,7 +12,7 @@ from support.judged import Hand, apart, as_reference, conversation, pair, plain_
 from support.packed import tiny
 
 from shardwise.config.objectives import Dpo, Kto, Orpo
-from shardwise.data.judged_layout import KtoLayout, PreferenceLayout
+from shardwise.data.preference_layout import KtoLayout, PreferenceLayout
 from shardwise.objectives.kto import KtoObjective
 from shardwise.objectives.preference import DpoObjective, OrpoObjective
 

@@ -14,8 +14,8 @@ from support.judged import judged_run, kto_file, preference_file, start
 from support.tiny import LLAMA, PAIRS, saved_model, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
-from shardwise.errors import UserError
-from shardwise.train.job import prepare_job
+from shardwise.core.errors import UserError
+from shardwise.foresight.prepare import prepare_job
 
 pytestmark = pytest.mark.timeout(judged.PATIENCE)
 OBJECTIVES: list[Any] = ["dpo", {"type": "orpo", "beta": 0.2}, "kto"]
@@ -97,7 +97,7 @@ def test_evaluation_of_held_out_pairs(folder: Path) -> None:
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_the_base_of_an_adapter_is_its_reference(folder: Path, objective: str) -> None:
     """At any stage as with a frozen copy of the base, but without holding one."""
-    pytest.importorskip("shardwise.adapters")
+    pytest.importorskip("shardwise.nn.adapters")
 
     def run(name: str, **changes: Any) -> dict[str, Any]:
         output = str(folder / f"{objective}-{name}")
@@ -176,7 +176,7 @@ def test_refusals(folder: Path) -> None:
 
 
 def test_the_preview_shows_both_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.data.survey import sample_at, samples_of, survey
+    from shardwise.foresight.data_report.survey import sample_at, samples_of, survey
 
     found = survey(load_run(judged_run(folder, "dpo")).run)
     sample = sample_at(found, "3")

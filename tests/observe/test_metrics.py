@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.observe.metrics import MetricsFile, read_metrics
 
 

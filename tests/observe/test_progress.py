@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.observe.progress import Progress
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

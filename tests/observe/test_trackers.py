@@ -18,8 +18,8 @@ from support.watched import eval_record, train_record
 
 from shardwise.config.load import load_run
 from shardwise.config.resolve import check_trackers
-from shardwise.errors import UserError
-from shardwise.hide import hide
+from shardwise.core.errors import UserError
+from shardwise.core.redact import hide
 from shardwise.observe import trackers
 from shardwise.observe.trackers import Trackers, figures_of, openers_of
 

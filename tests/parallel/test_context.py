@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from support import context
 from support.ranks import run_ranks
 
+from shardwise.core.errors import UserError
+from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
-from shardwise.errors import UserError
-from shardwise.models.documents import Documents
+from shardwise.foresight.zoo.run import tiny_case
+from shardwise.nn.tiny.case import Refused
 from shardwise.parallel.context import blocks
 from shardwise.parallel.context.gate import examine
 from shardwise.parallel.context.mask import ContextMask, ContextRows, Rule, Scores, rule_of
 from shardwise.parallel.context.ring import attend_whole
 from shardwise.parallel.context.split import Layout, split_batch
 from shardwise.parallel.context.ulysses import repeat_heads
-from shardwise.parallel.trial import Refused
-from shardwise.parallel.zoo import tiny_case
 
 BOTH = ["ring", "ulysses"]
 TEN = ["llama", "qwen3", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "gemma2", "gemma3_text", "opt", "llama4_text"]

@@ -11,13 +11,13 @@ from support import pipelines
 from support.ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 
+from shardwise.foresight.zoo.run import tiny_case
+from shardwise.nn.tiny.case import Case, Refused
+from shardwise.parallel.pipeline.comm import decode_ports, encode_ports
 from shardwise.parallel.pipeline.cut import balance, cut_model
 from shardwise.parallel.pipeline.facts import probe
-from shardwise.parallel.pipeline.mail import decode_ports, encode_ports
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
 from shardwise.parallel.pipeline.stage import Boundary, Layout, Port, Wire
-from shardwise.parallel.trial import Case, Refused
-from shardwise.parallel.zoo import tiny_case
 
 STYLES: list[tuple[Any, int]] = [
     ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2),

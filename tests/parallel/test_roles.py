@@ -12,9 +12,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto import modeling_auto
 
-from shardwise.models.shrink import shrink
-from shardwise.models.tasks import auto_class
-from shardwise.parallel.roles import Roles, find_roles
+from shardwise.nn.models.tasks import auto_class
+from shardwise.nn.tiny.shrink import shrink
+from shardwise.parallel.tensor.roles import Roles, find_roles
 
 QKV = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
 GATED = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}

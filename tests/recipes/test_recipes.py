@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from support.tiny import PAIRS, saved_model, tokenizer_folder
 
 from shardwise.config.load import load_run
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.recipes import copy_recipe, recipe, recipes
 
 # The architecture of each family of names.

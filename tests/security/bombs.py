@@ -58,7 +58,7 @@ def _(ground: Ground) -> str:
 
 
 def _redirected(ground: Ground, name: str) -> str:
-    from shardwise.checkpoint.safe import SafeReader
+    from shardwise.core.safe_pickle import SafeReader
 
     folder = _checkpoint(ground)
     index = SafeReader(folder / "state").read_metadata()
@@ -140,7 +140,7 @@ def _(ground: Ground) -> str:
 
 @attempt(MODEL, "a tokenizer that brings its own code (auto_map)")
 def _(ground: Ground) -> str:
-    from shardwise.models.source import ModelSource
+    from shardwise.nn.models.source import ModelSource
 
     folder = _copy(ground)
     _code(ground, folder, "tokenizer_config.json")

@@ -263,7 +263,7 @@ def _(ground: Ground) -> str:
 
 @attempt(APART, "a request that comes byte by byte and never ends")
 def _(ground: Ground) -> str:
-    from shardwise.apart import server
+    from shardwise.diloco import server
 
     with patched(server, "STRANGER", 0.3):
         answer = say(ground.apart, b"GET /status HTTP/1.1\r\n" + b"X: y\r\n" * 1000, pause=0.05, within=3.0)

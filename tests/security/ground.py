@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import RunFailed, UserError
+from shardwise.core.errors import RunFailed, UserError
 
 SECRET = "swordfish-7319-lies-outside"
 TOKEN = "a-token-that-is-long-enough"
@@ -174,7 +174,7 @@ class Ground:
 
     def command(self, *words: str) -> str:
         """What the command line says to the user's mistake."""
-        from shardwise import cli
+        from shardwise.cli import main as cli
 
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -248,8 +248,9 @@ class Ground:
     def _model_server(self, key: str | None) -> int:
         import uvicorn
 
+        from shardwise.core.network import bind
         from shardwise.serve.app import Api, Policy
-        from shardwise.serve.command import bind, web_config
+        from shardwise.serve.command import web_config
         from shardwise.serve.engine import Engine, Limits
         from shardwise.serve.models import Models, Served
 
@@ -275,11 +276,11 @@ class Ground:
     @cached_property
     def apart(self) -> int:
         """The port of a meeting point of workers, with a token."""
-        from shardwise.apart.command import Options, rule_of
-        from shardwise.apart.ledger import Ledger
-        from shardwise.apart.rounds import Rounds
-        from shardwise.apart.server import MeetServer
-        from shardwise.serve.command import bind
+        from shardwise.core.network import bind
+        from shardwise.diloco.command import Options, rule_of
+        from shardwise.diloco.ledger import Ledger
+        from shardwise.diloco.rounds import Rounds
+        from shardwise.diloco.server import MeetServer
 
         listener = bind("127.0.0.1", 0)
         rounds = Rounds(Ledger(self.root / "apart"), rule_of(Options()), lambda text: None)
@@ -291,8 +292,8 @@ class Ground:
     @cached_property
     def hosts(self) -> Any:
         """The keeper of a meeting of hosts, with a token, and its place."""
-        from shardwise.launch.link import Keeper, Place, free_port
-        from shardwise.launch.meeting import Meeting, Rules
+        from shardwise.launch.rendezvous import Meeting, Rules
+        from shardwise.launch.rendezvous_link import Keeper, Place, free_port
 
         place = Place("127.0.0.1", free_port(), "ours", TOKEN)
         keeper = Keeper(place, Meeting(Rules(2, 2), "a"))

@@ -12,8 +12,8 @@ from typing import Any
 
 from security.ground import TOKEN, Bomb, GotThrough, Ground, attempt, environment, patched, refused
 
-from shardwise.launch.link import LONGEST, Line, Place
-from shardwise.launch.meeting import Report
+from shardwise.launch.rendezvous import Report
+from shardwise.launch.rendezvous_link import LONGEST, Line, Place
 
 HOSTS = "hosts"
 REPORT = Report("evil-1", "evil", 1, 4242, "waiting")
@@ -171,7 +171,7 @@ def _(ground: Ground) -> str:
 
 @attempt(HOSTS, "a report that comes byte by byte and never ends")
 def _(ground: Ground) -> str:
-    from shardwise.launch import link
+    from shardwise.launch import rendezvous_link as link
 
     _, place = ground.hosts
     began = time.monotonic()

@@ -39,7 +39,7 @@ def _(ground: Ground) -> str:
     from support.bills import bill, source
     from transformers import AutoTokenizer
 
-    from shardwise.data.page import render_page
+    from shardwise.foresight.data_report.page import render_page
 
     tokenizer = AutoTokenizer.from_pretrained(ground.tokenizer, trust_remote_code=False)
     return _harmless(render_page(EVIL, bill(source(EVIL)), [], tokenizer, [], []), "the page")
@@ -60,10 +60,10 @@ def _(ground: Ground) -> str:
 def _(ground: Ground) -> str:
     from support.tiny import LLAMA
 
-    from shardwise.plan.command import _resolved
-    from shardwise.plan.hardware import cluster_of
-    from shardwise.plan.report import render_report
-    from shardwise.plan.search import Plan
+    from shardwise.core.hardware.specs import cluster_of
+    from shardwise.foresight.plan.command import _resolved
+    from shardwise.foresight.plan.report import render_report
+    from shardwise.foresight.plan.search import Plan
 
     folder = ground.folder / "<script>alert(1)<" / "script>"
     folder.mkdir(parents=True)
@@ -115,7 +115,7 @@ def _(ground: Ground) -> str:
 def _(ground: Ground) -> str:
     from support.bills import HOSTILE
 
-    from shardwise.data.visible import one_line
+    from shardwise.core.printable import one_line
 
     shown = one_line(HOSTILE)
     if any(letter in shown for letter in "\x1b\x07\x00\x9b\u202e\r"):

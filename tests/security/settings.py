@@ -139,7 +139,7 @@ def _read(ground: Ground, path: Path | str, **more: Any) -> str:
             for row in read_chunk(task):
                 (bad if isinstance(row, BadRow) else good).append(row)
         if not good and bad:
-            from shardwise.errors import UserError
+            from shardwise.core.errors import UserError
 
             raise UserError("data.train.0", bad[0].where, bad[0].problem, bad[0].remedy)
         return [str(row)[:100] for row in good]

@@ -158,8 +158,8 @@ def _(ground: Ground) -> str:
 
 @attempt(SECRETS, "a key in the message of a failure (failure note, log)")
 def _(ground: Ground) -> str:
+    from shardwise.launch.worker import failure_note
     from shardwise.train.status import Status
-    from shardwise.train.worker import failure_note
 
     with environment(WANDB_API_KEY=SECRET):
         error = ValueError(f"401 for https://me:{SECRET}@host/x with key {SECRET}")
@@ -183,7 +183,7 @@ def _(ground: Ground) -> str:
 
 @attempt(SECRETS, "HF_TOKEN in what `doctor` prints")
 def _(ground: Ground) -> str:
-    from shardwise.doctor import check_environment
+    from shardwise.cli.doctor import check_environment
 
     found = [f"{one.name}: {one.text}" for one in check_environment({"HF_TOKEN": SECRET, "HF_HOME": "/x"})]
     return _hidden(", ".join(found), "the findings")

@@ -46,8 +46,8 @@ WEAKENED = [
     ("93 KB of gzip that are one row of 96 MB", "shardwise.data.containers", "MAX_ROW", 1 << 40),
     ("16 KB of zstd that are one row of 512 MB", "shardwise.data.streams", "ZSTD_STEP", 1 << 17),
     ("--env HF_TOKEN=… in launch.json", "shardwise.launch.command", "_without_secrets", lambda text, _: text),
-    ("a pickle bomb hidden in a sound index", "shardwise.checkpoint.safe", "_Index", pickle.Unpickler),
-    ("a key in the message of a failure (failure note, log)", "shardwise.train.worker", "hide", str),
+    ("a pickle bomb hidden in a sound index", "shardwise.core.safe_pickle", "_Index", pickle.Unpickler),
+    ("a key in the message of a failure (failure note, log)", "shardwise.launch.worker", "hide", str),
 ]
 
 

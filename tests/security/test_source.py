@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src/shardwise"
 # A process's own child, by a file in a folder that no one else can enter; and the index of a checkpoint, by a reader
 # that knows only what an index is made of.
-PICKLES = {"parallel/check.py", "checkpoint/safe.py"}
+PICKLES = {"train/trial/check.py", "core/safe_pickle.py"}
 SAFE_LOADERS = {"_Loader", "BoundedLoader"}
 
 

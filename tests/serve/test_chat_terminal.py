@@ -15,10 +15,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.errors import Interrupted, UserError
+from shardwise.core.errors import Interrupted, UserError
+from shardwise.nn.generate import Sampling, reply
 from shardwise.serve import chat as chat_module
 from shardwise.serve.chat import Conversation, Terminal, changed, chat
-from shardwise.serve.generate import Sampling, reply
 from shardwise.serve.transcript import append_chat_row
 
 SKY, CAT, LONG = "What colour is the sky?", "Which animal says meow, and where does it like to sleep?", "sky " * 200

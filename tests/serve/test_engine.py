@@ -10,9 +10,9 @@ import torch
 from support.answering import Listener, question, running, submit, wait_until
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.nn.generate import Sampling, reply
 from shardwise.serve import engine as engine_module
-from shardwise.serve.generate import Sampling, reply
 from shardwise.serve.kv import can_join
 from shardwise.serve.models import Served
 from shardwise.serve.rows import Ended, Failed, StopText

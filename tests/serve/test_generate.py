@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from shardwise.errors import UserError
-from shardwise.serve.generate import Sampling, answer, answers, context_length, prompt_ids, reply, stop_ids
+from shardwise.core.errors import UserError
+from shardwise.nn.generate import Sampling, answer, answers, context_length, prompt_ids, reply, stop_ids
 
 
 def ask(question: str) -> list[dict[str, str]]:

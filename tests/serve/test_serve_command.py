@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from support.answering import question, running, submit
 from support.tiny import LLAMA, saved_model
 
-from shardwise import cli
-from shardwise.errors import UserError
+from shardwise.cli import main as cli
+from shardwise.core.errors import UserError
+from shardwise.core.network import bind, find_key, is_loopback
+from shardwise.nn.generate import Sampling, reply
 from shardwise.serve import vllm
-from shardwise.serve.command import Options, bind, find_key, is_loopback, serve
-from shardwise.serve.generate import Sampling, reply
+from shardwise.serve.command import Options, serve
 from shardwise.serve.models import Served, load_models, shared_bases, split_names
 from shardwise.serve.prompts import make_asks
 from shardwise.serve.protocol import ChatRequest, parse
@@ -189,8 +190,8 @@ def test_which_models_share_a_base(folder: str, tmp_path: Path) -> None:
 
 def test_adapters_on_one_base_answer_under_their_own_names(folder: str, tmp_path: Path) -> None:
     """At the same time, as the merged models would alone."""
-    pytest.importorskip("shardwise.adapters.library")
-    from shardwise.models.inference import load_for_inference
+    pytest.importorskip("shardwise.nn.adapters.library")
+    from shardwise.export.inference import load_for_inference
 
     loads: list[str] = []
 

@@ -17,7 +17,7 @@ from support.server import Server, serving
 from support.tiny import LLAMA, saved_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.serve.generate import Message, Sampling, reply
+from shardwise.nn.generate import Message, Sampling, reply
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -327,7 +327,7 @@ def test_sigterm_ends_streams_and_leaves_with_0(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_fifty_streams_of_a_real_model() -> None:
-    from shardwise.models.inference import load_for_inference
+    from shardwise.export.inference import load_for_inference
 
     name = "smollm2-135m-instruct"
     model, tokenizer = load_for_inference(name)

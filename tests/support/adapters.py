@@ -15,11 +15,11 @@ Trained = tuple[list[float], dict[str, Any]]
 
 def train(run: dict[str, Any]) -> Trained:
     """Runs to the end; losses, and the facts: counts, bytes, types, and the names in the checkpoint."""
-    from shardwise.adapters.export import stored_tensors
+    from shardwise.checkpoint.adapter_state import stored_tensors
     from shardwise.checkpoint.hf import find_checkpoint
     from shardwise.observe.metrics import read_metrics
+    from shardwise.parallel.zero.accounting import held_bytes
     from shardwise.train.loop import fit
-    from shardwise.zero.account import held_bytes
 
     parts = parts_of(run)
     fit(parts)
@@ -46,7 +46,7 @@ def bare_logits(runs: list[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Te
 
     The base is asked between a forward and its backward, as a reference is.
     """
-    from shardwise.adapters.layers import adapter_disabled
+    from shardwise.nn.adapters.layers import adapter_disabled
 
     results = []
     for run in runs:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardwise.nn.generate import Sampling, prompt_ids
 from shardwise.serve.engine import Engine, Limits
-from shardwise.serve.generate import Sampling, prompt_ids
 from shardwise.serve.models import Models, Served
 from shardwise.serve.rows import Ask, Ended, Event, Failed, Piece, Row
 

@@ -12,8 +12,8 @@ from support.scenarios import batch_of, parts_of
 
 def measured(run: dict[str, Any]) -> dict[str, Any]:
     """Of one rank in its second step: bytes of weights, of saved activations, and on the wire by kind."""
+    from shardwise.parallel.zero.accounting import WireCount
     from shardwise.train.loop import accumulate, seed_step
-    from shardwise.zero.account import WireCount
 
     parts = parts_of(run)
     for step in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.data.bill import Bill, PackingBill, SourceBill, add_lengths, no_lengths
+from shardwise.data.statistics import Bill, PackingBill, SourceBill, add_lengths, no_lengths
 
 HOSTILE = (
     "</script></title></pre><script>parent.hacked = 1</script><img src=x onerror='parent.hacked = 2'>\" ' "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.kernels.capped_attention import attend_capped, reference
+from shardwise.nn.attention.softcap import attend_capped, reference
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.compat import clashes, combines
-from shardwise.config.compat import features as f
-from shardwise.config.compat.check import nested, run_with, settings_of
-from shardwise.config.compat.features import FEATURES, Feature
+from shardwise.config.combinations import clashes, combines
+from shardwise.config.combinations import features as f
+from shardwise.config.combinations.check import nested, run_with, settings_of
+from shardwise.config.combinations.features import FEATURES, Feature
 from support.families import config_of
 from support.judged import kto_file, preference_file
 from support.tiny import PAIRS, rows_of_pairs, saved_model
@@ -161,13 +161,13 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
     import torch
 
     from shardwise.config.load import load_run
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.prepare import prepare_job
     from shardwise.optim.schedules import set_rates
-    from shardwise.parallel.mesh import init_world
-    from shardwise.train.job import prepare_job
+    from shardwise.parallel.offload.disk import DiskFolder
     from shardwise.train.loop import accumulate, agree_on_units, seed_step
     from shardwise.train.setup import build_parts
     from shardwise.train.status import Status
-    from shardwise.zero.disk import DiskFolder
     from support.scenarios import batch_of
 
     job = prepare_job(load_run(run))

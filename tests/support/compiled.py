@@ -11,11 +11,11 @@ def steps_compiled(run: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
     from torch._dynamo.utils import counters
 
     from shardwise.config.schema import Run
-    from shardwise.models.source import ModelSource, config_from
-    from shardwise.parallel.mesh import init_world
-    from shardwise.plan.bench_train import give_values
-    from shardwise.rehearse.batch import step_batch
-    from shardwise.rehearse.step import set_up
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.bench.train import give_values
+    from shardwise.foresight.rehearse.batch import step_batch
+    from shardwise.foresight.rehearse.step import set_up
+    from shardwise.nn.models.source import ModelSource, config_from
     from shardwise.train.loop import accumulate
 
     plain = torch.compile

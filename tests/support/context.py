@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
-from shardwise.models.build import find_blocks
-from shardwise.models.documents import Documents
+from shardwise.foresight.zoo.run import tiny_case
+from shardwise.nn.models.build import find_blocks
+from shardwise.nn.tiny.case import Answer, Case, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.context.install import Context, install_context
-from shardwise.parallel.context_trial import inputs_of, try_context
-from shardwise.parallel.trial import Answer, Case, alone, gradients_of, judge, mean_loss, units_of
-from shardwise.parallel.zoo import tiny_case
+from shardwise.parallel.tiny_reference import alone
+from shardwise.train.trial.context import inputs_of, try_context
 
 LENGTHS = [[13, 3, 7], [21], [2, 17]]  # a width that ranks do not divide; windows of tiny models are 8 long
 
@@ -166,7 +167,7 @@ def wire_bytes(kind: Any) -> tuple[float, dict[str, list[int]], dict[str, int]]:
 
 def refusal(name: str, task: Any = "causal") -> str:
     """What is said of a family that cannot be divided."""
-    from shardwise.parallel.trial import Refused
+    from shardwise.nn.tiny.case import Refused
 
     try:
         try_context(tiny_case(name, task), mesh_of(dist.get_world_size()))

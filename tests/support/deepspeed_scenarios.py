@@ -294,7 +294,7 @@ def boundaries(stage: int) -> dict[str, list[float]]:
 
 def surface() -> dict[str, Any]:
     """What the engine answers along the way."""
-    from shardwise.errors import UserError
+    from shardwise.core.errors import UserError
 
     rows = torch.utils.data.TensorDataset(data(0, 20))
     import shardwise.deepspeed as deepspeed
@@ -419,7 +419,7 @@ def wrong_arguments() -> dict[str, str]:
     import io
 
     import shardwise.deepspeed as deepspeed
-    from shardwise.errors import UserError
+    from shardwise.core.errors import UserError
 
     told = {}
 

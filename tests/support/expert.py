@@ -14,16 +14,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.adapters.layers import features
-from shardwise.adapters.plan import attach, plan_method
-from shardwise.adapters.quantized import quantize_linears
 from shardwise.config.methods import Lora, Qlora
-from shardwise.models.build import find_blocks, materialise
-from shardwise.models.weights import fill_local
-from shardwise.parallel.expert import ExpertParallel, count_loads, find_experts, spread_experts
-from shardwise.parallel.expert_trial import try_expert
-from shardwise.parallel.trial import Answer, Case, Refused, alone, gradients_of, judge, mean_loss, units_of
-from shardwise.parallel.zoo import tiny_case
+from shardwise.foresight.zoo.run import tiny_case
+from shardwise.nn.adapters.layers import features
+from shardwise.nn.adapters.plan import attach, plan_method
+from shardwise.nn.adapters.quantized import quantize_linears
+from shardwise.nn.models.build import find_blocks, materialise
+from shardwise.nn.models.weights import fill_local
+from shardwise.nn.tiny.case import Answer, Case, Refused, gradients_of, judge, mean_loss, units_of
+from shardwise.parallel.expert.apply import ExpertParallel, count_loads, find_experts, spread_experts
+from shardwise.parallel.tiny_reference import alone
+from shardwise.train.trial.expert import try_expert
 
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -24,8 +24,8 @@ def step(run: dict[str, Any], rank: int, ranks: int, known: Path) -> dict[str, A
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
+    from shardwise.parallel.zero.accounting import WireCount
     from shardwise.train.loop import accumulate
-    from shardwise.zero.account import WireCount
     from support.scenarios import batch_of, parts_of
 
     parts = parts_of(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 SITE = """
 import sys
-if "shardwise.train.worker" in sys.orig_argv:
+if "shardwise.launch.worker" in sys.orig_argv:
     import os, pathlib, time
     import torch
     from shardwise.train import loop

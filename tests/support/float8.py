@@ -12,7 +12,7 @@ def train_and_count(run: dict[str, Any], break_scales: float = 1.0) -> dict[str,
     from pathlib import Path
 
     from shardwise.observe.metrics import read_metrics
-    from shardwise.zero.account import WireCount
+    from shardwise.parallel.zero.accounting import WireCount
     from support.scenarios import train
 
     if break_scales != 1.0:
@@ -26,7 +26,7 @@ def train_and_count(run: dict[str, Any], break_scales: float = 1.0) -> dict[str,
 
 def _break(factor: float) -> None:
     """Scales of a largest value that is a little off, as that of an earlier step would be."""
-    from shardwise.zero import float8
+    from shardwise.parallel.zero import float8_gather as float8
 
     for name in ("scale_for", "inverse_for"):
         right = getattr(float8, name)
@@ -35,9 +35,9 @@ def _break(factor: float) -> None:
 
 def one_step(run: dict[str, Any]) -> dict[str, Any]:
     """Bytes of the gathers of one step and of an evaluation; elements of all weights, of those in fp8, their count."""
-    from shardwise.models.float8 import Float8
+    from shardwise.nn.float8_linear import Float8
+    from shardwise.parallel.zero.accounting import WireCount
     from shardwise.train.loop import accumulate, evaluate
-    from shardwise.zero.account import WireCount
     from support.scenarios import batch_of, parts_of
 
     parts = parts_of(run)
@@ -55,7 +55,7 @@ def one_step(run: dict[str, Any]) -> dict[str, Any]:
 
 def gathered(run: dict[str, Any]) -> dict[str, Any]:
     """A layer's weight as forwards see it: in training, in an evaluation in the middle of a step, and the shard's."""
-    from shardwise.models.float8 import Float8
+    from shardwise.nn.float8_linear import Float8
     from shardwise.train.loop import evaluate
     from support.scenarios import batch_of, full_parameters, parts_of
 

@@ -109,8 +109,8 @@ def family_folder(root: Path, name: str) -> Path:
     import torch
     from transformers import AutoConfig
 
-    from shardwise.models.source import write_plain
-    from shardwise.models.tasks import auto_class, task_of
+    from shardwise.nn.models.source import write_plain
+    from shardwise.nn.models.tasks import auto_class, task_of
 
     folder = root / name
     if not folder.exists():

@@ -132,8 +132,8 @@ def sharded(names: list[str], count: int, replicas: int = 1) -> dict[str, dict[s
 def save_and_go_on(names: list[str], folder: str) -> dict[str, Any]:
     """Three steps, a checkpoint, two more steps: the states at both points."""
     from shardwise.checkpoint.store import CheckpointStore
+    from shardwise.parallel.zero.stages import ShardedModel
     from shardwise.train.state import tensors_of
-    from shardwise.zero.stages import ShardedModel
 
     mesh, results = _mesh(), {}
     for which in names:
@@ -153,8 +153,8 @@ def load_and_go_on(names: list[str], folder: str) -> dict[str, Any]:
     """What a fresh model and optimizer hold after loading, and two steps later."""
     from shardwise.checkpoint.folders import step_folder
     from shardwise.checkpoint.store import load_tensors
+    from shardwise.parallel.zero.stages import ShardedModel
     from shardwise.train.state import prime_optimizer, tensors_of
-    from shardwise.zero.stages import ShardedModel
 
     mesh, results = _mesh(), {}
     for which in names:
@@ -176,8 +176,8 @@ def load_and_go_on(names: list[str], folder: str) -> dict[str, Any]:
 def train_each(run: dict[str, Any], names: list[str], rates: dict[str, float]) -> dict[str, Any]:
     """The real loop with each optimizer: losses, and bytes of state per parameter over all ranks."""
     from shardwise.observe.metrics import read_metrics
+    from shardwise.parallel.zero.accounting import held_bytes
     from shardwise.train.loop import fit
-    from shardwise.zero.account import held_bytes
     from support.scenarios import parts_of
 
     results = {}

@@ -32,9 +32,9 @@ def each(runs: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 def steps(run: dict[str, Any], count: int = 3) -> dict[str, Any]:
     """A few steps by hand: losses, final shards, the events of the last step and how many reductions were left."""
-    from shardwise.models.build import find_blocks
+    from shardwise.nn.models.build import find_blocks
+    from shardwise.parallel.zero.overlap import _UnderWay
     from shardwise.train.loop import accumulate, seed_step
-    from shardwise.zero.overlap import _UnderWay
 
     parts = parts_of(run)
     left: list[int] = []
@@ -66,8 +66,8 @@ def steps(run: dict[str, Any], count: int = 3) -> dict[str, Any]:
 
 def tuned(run: dict[str, Any], small: int) -> dict[str, Any]:
     """What a run's `auto` came to where models of `small` bytes are measured, and what it is when the run goes on."""
-    from shardwise.models.build import build_on_meta, find_blocks
-    from shardwise.zero import tuning
+    from shardwise.nn.models.build import build_on_meta, find_blocks
+    from shardwise.parallel.zero import tuning
 
     tuning.SMALL = small
     parts, said = parts_of(run), []

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.models.attention import attention_as, built_with
-from shardwise.models.build import find_blocks
-from shardwise.models.documents import Documents
+from shardwise.data.documents import Documents
+from shardwise.nn.attention.document_mask import RowsMask
+from shardwise.nn.attention.varlen import attention_as, built_with
+from shardwise.nn.models.build import find_blocks
 
 WORDS = 515
 WINDOW = 7  # shorter than most documents of LAYOUT
@@ -101,7 +102,7 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def packed(model: Any, ids: torch.Tensor, labels: torch.Tensor, documents: Documents, plain: bool = False) -> Result:
     """Loss and gradients of packed rows; plain: by transformers' own masks."""
-    mask = None if plain else documents.mask()
+    mask = None if plain else RowsMask(documents)
     positions = documents.positions
     logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
     return _result(model, _loss(logits, labels))
@@ -129,7 +130,7 @@ def distance(a: Result, b: Result) -> tuple[float, float]:
 
 def train_twice(run: dict[str, Any]) -> tuple[list[float], list[float]]:
     """On a rank: losses of two steps in the real set-up, documents kept apart without any mask, and by plain masks."""
-    from shardwise.models.documents import DocumentMask
+    from shardwise.nn.attention.document_mask import DocumentMask
     from shardwise.train.loop import accumulate
     from support.scenarios import batch_of, parts_of
 
@@ -156,9 +157,9 @@ def broken_then_plain(run: dict[str, Any]) -> tuple[list[str], float, float]:
     from torch import distributed as dist
 
     from shardwise.config.load import load_run
-    from shardwise.models import attention
-    from shardwise.parallel.mesh import init_world
-    from shardwise.train.job import prepare_job
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.prepare import prepare_job
+    from shardwise.nn.attention import varlen as attention
     from shardwise.train.loop import accumulate
     from shardwise.train.setup import build_parts
     from shardwise.train.status import Status

@@ -14,14 +14,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AutoModelForCausalLM
 
-from shardwise.models.attention import install
-from shardwise.models.build import materialise
-from shardwise.models.documents import Documents
+from shardwise.data.documents import Documents
+from shardwise.foresight.zoo.run import tiny_case
+from shardwise.nn.attention.document_mask import RowsMask
+from shardwise.nn.attention.varlen import install
+from shardwise.nn.models.build import materialise
+from shardwise.nn.tiny.case import Answer, Case, Refused, Verdict, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, picture, probe
-from shardwise.parallel.pipeline_trial import compute, gathered, micro_batches_of, try_pipeline
-from shardwise.parallel.trial import Answer, Case, Refused, Verdict, alone, gradients_of, judge, mean_loss, units_of
-from shardwise.parallel.zoo import tiny_case
-from shardwise.zero.stages import ShardedModel, shard_model
+from shardwise.parallel.tiny_reference import alone
+from shardwise.parallel.zero.stages import ShardedModel, shard_model
+from shardwise.train.trial.pipeline import compute, gathered, micro_batches_of, try_pipeline
 
 CPU = torch.device("cpu")
 
@@ -99,7 +101,7 @@ def _packed(case: Case, lengths: list[list[int]]) -> dict[str, Any]:
     documents = Documents.of_lengths(lengths)
     rows, width = documents.rows, documents.width
     return case.inputs(rows, width) | {
-        "labels": case.labels(rows, width), "attention_mask": documents.mask(), "position_ids": documents.positions,
+        "labels": case.labels(rows, width), "attention_mask": RowsMask(documents), "position_ids": documents.positions,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A proof's host with a bug planted: `python planted.py BUG PARENT MODEL DEVICE`, as shardwise.verify.host.
+"""A proof's host with a bug planted: `python planted.py BUG PARENT MODEL DEVICE`, as shardwise.foresight.verify.host.
 
 Each bug is one that training systems have really had. They are planted by patching the running code, in the ranks
 alone: the reference shares none of it.
@@ -41,7 +41,7 @@ def positions_run_on() -> None:
 
 def softcap_dropped() -> None:
     """Attention without the cap of its scores, as transformers 5.17's SDPA computes Gemma 2."""
-    from shardwise.models import attention
+    from shardwise.nn.attention import varlen as attention
 
     plain = attention.attend_documents
 
@@ -74,7 +74,7 @@ def no_sum_over_ranks() -> None:
     """Gradients stay what each rank computed by itself."""
     from torch.distributed.fsdp import FSDPModule
 
-    from shardwise.zero.stages import ShardedModel
+    from shardwise.parallel.zero.stages import ShardedModel
 
     def prepare(self: Any, last: bool) -> None:
         assert isinstance(self.model, FSDPModule)
@@ -125,7 +125,7 @@ def one_rank_on_its_own() -> None:
 
 def updates_never_gathered() -> None:
     """The parameters that were gathered stay for the next step: the loss never falls, and nothing says so."""
-    from shardwise.zero.stages import ShardedModel
+    from shardwise.parallel.zero.stages import ShardedModel
 
     plain = ShardedModel.prepare_micro_batch
 
@@ -139,7 +139,7 @@ def updates_never_gathered() -> None:
 
 def a_message_halved() -> None:
     """A pipeline's second stage gets half of what the first one computed."""
-    from shardwise.parallel.pipeline.mail import Mail
+    from shardwise.parallel.pipeline.comm import Mail
 
     plain = Mail.send
 
@@ -151,7 +151,7 @@ def a_message_halved() -> None:
 
 def router_losses_dropped() -> None:
     """What the model's config asks for is computed and reported, and never differentiated."""
-    from shardwise.routers.watch import RouterLosses
+    from shardwise.parallel.routers.hooks import RouterLosses
 
     plain = RouterLosses.finish
 
@@ -163,7 +163,7 @@ def router_losses_dropped() -> None:
 
 def router_sums_of_one_rank() -> None:
     """Of sequences that several ranks have parts of, each balances its own part."""
-    from shardwise.routers import watch
+    from shardwise.parallel.routers import hooks as watch
 
     def forward(ctx: Any, table: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.ranks = 2
@@ -174,14 +174,14 @@ def router_sums_of_one_rank() -> None:
 
 def router_sums_of_one_stage() -> None:
     """The last stage of a pipeline balances its own layers alone."""
-    from shardwise.routers.watch import RouterLosses
+    from shardwise.parallel.routers.hooks import RouterLosses
 
     RouterLosses.take = lambda self, sums: None  # type: ignore[method-assign]
 
 
 def loads_counted_again() -> None:
     """What backward computes again is counted again."""
-    from shardwise.parallel import expert_loads
+    from shardwise.parallel.expert import load_counts as expert_loads
 
     def count(counts: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor) -> None:
         asked = ((chosen < len(counts)) & real[:, None]).to(counts.dtype)
@@ -192,7 +192,7 @@ def loads_counted_again() -> None:
 
 def padding_is_routed() -> None:
     """Padding counts as tokens do."""
-    from shardwise.routers.tokens import Tokens
+    from shardwise.parallel.routers.token_groups import Tokens
 
     Tokens.real = None  # type: ignore[assignment]
 
@@ -201,7 +201,7 @@ def bias_of_one_rank() -> None:
     """Each rank moves the biases by its own tokens."""
     import torch.distributed as dist
 
-    from shardwise.routers.bias import BiasUpdate
+    from shardwise.parallel.routers.bias import BiasUpdate
 
     plain = BiasUpdate.__call__
 
@@ -217,13 +217,13 @@ def bias_of_one_rank() -> None:
 
 def bias_never_moves() -> None:
     """The state of this project before biases were known."""
-    from shardwise.routers.bias import BiasUpdate
+    from shardwise.parallel.routers.bias import BiasUpdate
 
     BiasUpdate.__call__ = lambda self, taken=True: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    from shardwise.verify import host
+    from shardwise.foresight.verify import host
 
     globals()[sys.argv[1]]()
     host.main(int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def _world(node: int, shard: int) -> Any:
-    from shardwise.parallel.mesh import Layout, join_world, split_shards
+    from shardwise.distributed.mesh import Layout, join_world, split_shards
 
     world = join_world("cpu", "gloo", 60, Layout(dist.get_world_size() // shard, shard))
     return split_shards(world.mesh, node, 60), world.mesh["shard"].get_group()
@@ -20,7 +20,7 @@ def _world(node: int, shard: int) -> Any:
 def gathers(node: int, shard: int, cases: list[tuple[int, bool, torch.dtype]]) -> list[dict[str, Any]]:
     """For each (n, quantized, dtype): our gather of this rank's n numbers and a plain one; then again after the input
     changed, and after forget()."""
-    from shardwise.zero.collectives import Int8Packing, WeightGather
+    from shardwise.parallel.zero.collectives import Int8Packing, WeightGather
 
     hops, group = _world(node, shard)
     results = []
@@ -37,8 +37,8 @@ def gathers(node: int, shard: int, cases: list[tuple[int, bool, torch.dtype]]) -
 
 
 def _both(gather: Any, value: torch.Tensor, group: Any, node: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    from shardwise.zero.account import WireCount
-    from shardwise.zero.collectives import all_gather
+    from shardwise.parallel.zero.accounting import WireCount
+    from shardwise.parallel.zero.collectives import all_gather
 
     n = value.numel()
     out = torch.empty(group.size() * n, dtype=value.dtype)
@@ -55,8 +55,8 @@ def _both(gather: Any, value: torch.Tensor, group: Any, node: int) -> tuple[torc
 def reductions(node: int, shard: int, feedback: bool, cases: list[tuple[int, Any, int]]) -> list[dict[str, Any]]:
     """For each (n, op, repeats): one quantised reduction, the mean of `repeats` of them, the exact one, and the bytes
     of one, in all and across nodes. Each rank's slice has a size of its own, so that a swap would show."""
-    from shardwise.zero.account import WireCount
-    from shardwise.zero.collectives import GradientReduce, all_gather
+    from shardwise.parallel.zero.accounting import WireCount
+    from shardwise.parallel.zero.collectives import GradientReduce, all_gather
 
     torch.manual_seed(0)  # what rounding is seeded by
     hops, group = _world(node, shard)
@@ -91,8 +91,8 @@ def reduce_op(op: Any) -> Any:
 def counted_steps(run: dict[str, Any], node: int, steps: int = 3) -> dict[str, Any]:
     """Bytes by kind, and bytes across nodes, of each step; bytes of secondary shards after backward and between steps;
     gathers by size of their group in the last step."""
+    from shardwise.parallel.zero.accounting import WireCount
     from shardwise.train.loop import accumulate, seed_step
-    from shardwise.zero.account import WireCount
     from support.scenarios import batch_of, parts_of
 
     os.environ["LOCAL_WORLD_SIZE"] = str(node)
@@ -120,7 +120,7 @@ def _secondary(parts: Any) -> int:
 
 
 def _Groups(node: int) -> Any:
-    from shardwise.zero.account import WireCount, _group_ranks
+    from shardwise.parallel.zero.accounting import WireCount, _group_ranks
 
     class Groups(WireCount):
         """Counts gathers by the size of their group too."""

@@ -22,7 +22,7 @@ class _Lora:
 
 def quantise_and_adapt(model: nn.Module, bits: str, double: bool) -> None:
     """A model on `meta`: its linear layers quantised, frozen, and an update beside each."""
-    from shardwise.adapters.quantized import quantize_linears
+    from shardwise.nn.adapters.quantized import quantize_linears
 
     model.requires_grad_(False)
     for name in quantize_linears(model, lambda *_: True, bits, double):  # type: ignore[arg-type]
@@ -35,9 +35,9 @@ def quantise_and_adapt(model: nn.Module, bits: str, double: bool) -> None:
 
 def _patch(bits: str, double: bool) -> None:
     """Puts quantising and adapting where the set-up builds and fills; each rank is a process of its own."""
-    from shardwise.models import build, weights
-    from shardwise.models.build import fill_random
-    from shardwise.models.weights import fill_local, load_weights
+    from shardwise.nn.models import build, weights
+    from shardwise.nn.models.build import fill_random
+    from shardwise.nn.models.weights import fill_local, load_weights
     from shardwise.train import setup
 
     def build_on_meta(source: Any) -> Any:
@@ -91,7 +91,7 @@ def train(runs: list[dict[str, Any]], bits: str, double: bool, steps: int = 2) -
 
 def loaded(run: dict[str, Any], bits: str, double: bool) -> dict[str, torch.Tensor]:
     """The packed weights right after loading, whole, and what they stand for."""
-    from shardwise.adapters.quantized import dequantized
+    from shardwise.nn.adapters.quantized import dequantized
     from support.scenarios import parts_of
 
     _patch(bits, double)
@@ -106,7 +106,7 @@ def loaded(run: dict[str, Any], bits: str, double: bool) -> dict[str, torch.Tens
 
 def load_and_watch(run: dict[str, Any], piece: int) -> dict[str, int]:
     """Loads in pieces of so many bytes; private memory of this rank before, at its peak, and what it holds then."""
-    from shardwise.models import weights
+    from shardwise.nn.models import weights
     from support import scenarios
 
     _patch("nf4", True)

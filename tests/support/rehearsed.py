@@ -8,7 +8,7 @@ from typing import Any
 
 def _target(run: dict[str, Any], ranks: int) -> Any:
     from shardwise.config.load import load_run
-    from shardwise.rehearse.target import aim
+    from shardwise.foresight.rehearse.target import aim
 
     return aim(load_run(run), 1, ranks)
 
@@ -24,9 +24,9 @@ def for_real(run: dict[str, Any], ranks: int) -> dict[str, Any]:
     """A rank of a process group of real processes, with real memory."""
     import torch
 
-    from shardwise.parallel.mesh import init_world
-    from shardwise.rehearse.batch import step_batch
-    from shardwise.rehearse.step import set_up, watch
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.rehearse.batch import step_batch
+    from shardwise.foresight.rehearse.step import set_up, watch
 
     target = _target(run, ranks)
     world = init_world(target.run)
@@ -39,8 +39,8 @@ def for_real(run: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def rehearsed(run: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     """Every rank, one after the other, each in a process of its own."""
-    from shardwise.rehearse.apart import apart
-    from shardwise.rehearse.step import Alike
+    from shardwise.foresight.rehearse.step import Alike
+    from shardwise.foresight.rehearse.subprocess import apart
 
     known, found = Alike(), []
     for rank in range(ranks):
@@ -50,7 +50,7 @@ def rehearsed(run: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
 
 
 def _one(run: dict[str, Any], ranks: int, rank: int, known: Any) -> tuple[dict[str, Any], Any]:
-    from shardwise.rehearse.step import rehearse
+    from shardwise.foresight.rehearse.step import rehearse
 
     target = _target(run, ranks)
     batch, micro = target.run.train.batch_size, int(target.run.train.micro_batch_size)

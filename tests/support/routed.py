@@ -148,9 +148,9 @@ def trained(run: dict[str, Any], bug: str = "") -> dict[str, Any]:
     """The same by the real set-up, step by step, as the loop takes them; `bug` of planted.py is planted."""
     import torch.distributed as dist
 
+    from shardwise.foresight.verify.measure import gradients_of, parameters_of
     from shardwise.optim.schedules import set_rates
     from shardwise.train import loop
-    from shardwise.verify.measure import gradients_of, parameters_of
     from support import planted
 
     parts = parts_of(run)

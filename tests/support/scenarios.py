@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 def parts_of(run: dict[str, Any]) -> Any:
     """The loop's parts, built by the real set-up."""
     from shardwise.config.load import load_run
-    from shardwise.parallel.mesh import init_world
-    from shardwise.train.job import prepare_job
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.prepare import prepare_job
     from shardwise.train.setup import build_parts
     from shardwise.train.status import Status
 
@@ -55,8 +55,8 @@ def train(run: dict[str, Any]) -> tuple[list[float], list[float], dict[str, torc
 
 def wire_and_memory(run: dict[str, Any], steps: int = 2) -> tuple[int, dict[str, int], list[dict[str, int]]]:
     """Parameters, elements moved in the last step, and bytes held after each micro-batch of it."""
+    from shardwise.parallel.zero.accounting import WireCount, held_bytes
     from shardwise.train.loop import seed_step
-    from shardwise.zero.account import WireCount, held_bytes
 
     parts = parts_of(run)
     held: list[dict[str, int]] = []
@@ -146,9 +146,9 @@ def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
     import time
 
     from shardwise.config.load import load_run
-    from shardwise.models.build import build_on_meta
-    from shardwise.parallel.mesh import init_world
-    from shardwise.train.job import prepare_job
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.prepare import prepare_job
+    from shardwise.nn.models.build import build_on_meta
     from shardwise.train.setup import build_model, fill_model
 
     job = prepare_job(load_run(run))
@@ -304,11 +304,11 @@ def save_plain(root: str, source: str, layers: int) -> tuple[int, int]:
     from safetensors.torch import save_file
 
     from shardwise.checkpoint.store import CheckpointStore
-    from shardwise.models.build import build_on_meta
-    from shardwise.models.names import link
-    from shardwise.models.origin import RECORD
-    from shardwise.models.source import ModelSource, config_from
-    from shardwise.models.stored import sample_digest
+    from shardwise.nn.models.build import build_on_meta
+    from shardwise.nn.models.names import link
+    from shardwise.nn.models.origin import RECORD
+    from shardwise.nn.models.source import ModelSource, config_from
+    from shardwise.nn.models.stored import sample_digest
     from support.tiny import QWEN3_MOE
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": layers}
@@ -450,8 +450,8 @@ def train_and_count(run: dict[str, Any]) -> tuple[dict[tuple[int, ...], int], in
 
 def idle_adapter(run: dict[str, Any]) -> tuple[str, str]:
     """What is said of an adapter that the model passes by, and of one where it does not."""
+    from shardwise.parallel.selfcheck import without_gradient
     from shardwise.train.loop import accumulate
-    from shardwise.train.selfcheck import without_gradient
 
     parts = parts_of(run)
     batch = parts.loader.step(0, run["train"]["batch_size"], int(run["train"]["micro_batch_size"]), 0, 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.launch.link import free_port
+from shardwise.launch.rendezvous_link import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
 CONFIG = """\

@@ -469,7 +469,7 @@ FAMILIES: dict[str, Family] = {
 def smollm2() -> Any:
     """The tokenizer of the embedded model."""
     from shardwise.config.schema import Model
-    from shardwise.models.source import find_model
+    from shardwise.nn.models.source import find_model
 
     return find_model(Model(name="smollm2-135m-instruct")).load_tokenizer()
 

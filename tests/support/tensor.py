@@ -18,8 +18,8 @@ def case_of(kind: str, task: Any = "causal", **changes: Any) -> Any:
     """A tiny model of an architecture, by default as its authors configure it."""
     from transformers import CONFIG_MAPPING
 
-    from shardwise.models.shrink import shrink
-    from shardwise.parallel.trial import Case
+    from shardwise.nn.tiny.case import Case
+    from shardwise.nn.tiny.shrink import shrink
 
     config = shrink(CONFIG_MAPPING[kind]())
     for name, value in changes.items():
@@ -29,8 +29,9 @@ def case_of(kind: str, task: Any = "causal", **changes: Any) -> Any:
 
 def apart(kind: str, task: Any = "causal", changes: dict[str, Any] | None = None) -> tuple[float, float, str]:
     """How far all ranks as one tensor axis are from one process: loss, worst gradient, whose."""
-    from shardwise.parallel.tensor_trial import try_tensor
-    from shardwise.parallel.trial import alone, judge
+    from shardwise.nn.tiny.case import judge
+    from shardwise.parallel.tiny_reference import alone
+    from shardwise.train.trial.tensor import try_tensor
 
     case = case_of(kind, task, **(changes or {}))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
@@ -40,7 +41,7 @@ def apart(kind: str, task: Any = "causal", changes: dict[str, Any] | None = None
 
 def fill_from(model: nn.Module, whole: nn.Module) -> None:
     """Each rank's part of every parameter from a whole model."""
-    from shardwise.models.weights import fill_local
+    from shardwise.nn.models.weights import fill_local
 
     values = dict(whole.named_parameters())
     with torch.no_grad():
@@ -63,12 +64,13 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     """Tensor parallelism × ZeRO, recomputing blocks, from `meta`, in two micro-batches: how far from one process."""
     from torch.distributed._composable import checkpoint
 
-    from shardwise.models.build import find_blocks, materialise
+    from shardwise.nn.models.build import find_blocks, materialise
+    from shardwise.nn.tiny.case import Answer, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
-    from shardwise.parallel.trial import Answer, alone, gradients_of, judge, units_of
-    from shardwise.zero.stages import ShardedModel, shard_model
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
+    from shardwise.parallel.tiny_reference import alone
+    from shardwise.parallel.zero.stages import ShardedModel, shard_model
 
     root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     found = {}
@@ -104,10 +106,10 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
 
 def parts_filled() -> list[str]:
     """Names of parameters whose parts, cut twice (also unevenly), do not make up the whole."""
-    from shardwise.models.build import materialise
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
-    from shardwise.zero.stages import shard_model
+    from shardwise.nn.models.build import materialise
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
+    from shardwise.parallel.zero.stages import shard_model
 
     root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     case = case_of("llama", vocab_size=93, intermediate_size=54)
@@ -132,8 +134,8 @@ def mesh_of_all() -> DeviceMesh:
 
 def adapted(case: Any, method: str) -> Any:
     """A model with an adapter that has something to say already; the same on every rank."""
-    from shardwise.adapters.layers import attach_ia3, attach_lora, features, is_linear
-    from shardwise.adapters.quantized import quantize_linears
+    from shardwise.nn.adapters.layers import attach_ia3, attach_lora, features, is_linear
+    from shardwise.nn.adapters.quantized import quantize_linears
 
     model = case.model()
     names = [n for n, m in model.named_modules() if is_linear(m) and m is not model.get_output_embeddings()]
@@ -157,10 +159,10 @@ def adapted(case: Any, method: str) -> Any:
 
 def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, float, str, int]]:
     """How far adapted models on a tensor axis are from one process, and how many of their layers are whole."""
+    from shardwise.nn.tiny.case import Answer, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
-    from shardwise.parallel.trial import Answer, gradients_of, judge, units_of
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
 
     found = {}
     wide = {"n_embd": 128, "n_inner": 256} if kind == "gpt2" else {"hidden_size": 128, "intermediate_size": 256}
@@ -209,8 +211,8 @@ class Wire(TorchDispatchMode):
 
 def block_traffic() -> list[list[tuple[str, int]]]:
     """Collectives of one Llama block, forward and backward, and the elements of its hidden states."""
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
 
     case, mesh = case_of("llama"), mesh_of_all()
     model = case.model()
@@ -231,10 +233,11 @@ def block_traffic() -> list[list[tuple[str, int]]]:
 
 def head_traffic(joined: bool) -> tuple[float, float, str, list[tuple[str, int]], int, int]:
     """Loss over a cut vocabulary, by head and loss as one or by logits: how far off, and what the step moves."""
+    from shardwise.nn.tiny.case import Answer, gradients_of, judge, units_of
     from shardwise.objectives.head import HeadLoss, token_losses
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
-    from shardwise.parallel.trial import Answer, alone, gradients_of, judge, units_of
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
+    from shardwise.parallel.tiny_reference import alone
 
     case = case_of("llama", vocab_size=1501, tie_word_embeddings=False)
     model, labels = case.model(), case.labels()
@@ -253,10 +256,11 @@ def head_traffic(joined: bool) -> tuple[float, float, str, list[tuple[str, int]]
 
 def masks_apart(kind: str) -> dict[str, float]:
     """How far logits are from one process with packed documents and with a padded batch."""
-    from shardwise.models.attention import install
-    from shardwise.models.documents import Documents
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.data.documents import Documents
+    from shardwise.nn.attention.document_mask import RowsMask
+    from shardwise.nn.attention.varlen import install
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
 
     case = case_of(kind)
     whole, model = case.model(), case.model()
@@ -266,7 +270,7 @@ def masks_apart(kind: str) -> dict[str, float]:
     padded = torch.ones(4, 16, dtype=torch.int64)
     padded[1, 9:] = 0
     found = {}
-    for name, mask in {"packed": documents.mask(), "padded": padded}.items():
+    for name, mask in {"packed": RowsMask(documents), "padded": padded}.items():
         given = case.inputs() | {"attention_mask": mask, "use_cache": False}
         given |= {"position_ids": documents.positions} if name == "packed" else {}
         wanted = whole(**given).logits
@@ -280,8 +284,8 @@ def dropped() -> dict[str, bool]:
     """Which parts of a dropped-out tensor differ between two ranks, and whether recomputation draws the same again."""
     from torch.utils.checkpoint import checkpoint
 
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
 
     torch.manual_seed(3)
     case, mesh = case_of("gpt2"), mesh_of_all()
@@ -307,10 +311,10 @@ def dropout_recomputed() -> float:
     """How far gradients of a model with dropout everywhere are with its blocks recomputed from those without."""
     from torch.distributed._composable import checkpoint
 
-    from shardwise.models.build import find_blocks
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
-    from shardwise.parallel.trial import Answer, gradients_of, judge
+    from shardwise.nn.models.build import find_blocks
+    from shardwise.nn.tiny.case import Answer, gradients_of, judge
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
 
     answers = []
     for again in (False, True):
@@ -338,9 +342,9 @@ def saved_and_loaded(folder: str) -> list[str]:
     """A model cut twice, saved by DCP and loaded into one that is cut another way; what did not come back."""
     import torch.distributed.checkpoint as dcp
 
-    from shardwise.parallel.roles import find_roles
-    from shardwise.parallel.tensor import divide_tensor
-    from shardwise.zero.stages import shard_model
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.roles import find_roles
+    from shardwise.parallel.zero.stages import shard_model
 
     case = case_of("gpt2")
     whole, roles = dict(case.model().named_parameters()), find_roles(case.model())

@@ -77,7 +77,7 @@ def saved_model(folder: Path, config: dict[str, Any], seed: int = 0, task: Task 
     import torch
     from transformers import AutoConfig
 
-    from shardwise.models.tasks import auto_class
+    from shardwise.nn.models.tasks import auto_class
 
     if not (folder / "config.json").exists():
         values = dict(config)

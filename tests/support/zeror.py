@@ -38,8 +38,8 @@ def block_gradients(
     from torch.distributed.fsdp import fully_shard
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from shardwise.models.build import find_blocks
-    from shardwise.zero.activations import BlockInputs
+    from shardwise.nn.models.build import find_blocks
+    from shardwise.parallel.activations.block_inputs import BlockInputs
 
     ranks = dist.get_world_size()
     if device == "cuda":
@@ -115,8 +115,8 @@ def timed_steps(run: dict[str, Any], steps: int = 4, windows: int = 4) -> dict[s
 
     Of all windows but the first, which is slower: the least share of time that no window saw, and that no part has.
     """
+    from shardwise.parallel.zero.accounting import WireCount
     from shardwise.train.loop import accumulate, seed_step
-    from shardwise.zero.account import WireCount
 
     parts, shares = parts_of(run), []
     for number in range(windows):
@@ -201,8 +201,8 @@ def host_inputs_cost(depth: int = 16, batch: int = 4, length: int = 4096, width:
     """On a GPU, in bf16: peak memory and time of a step with block inputs on the device, and on the host."""
     from torch.distributed._composable import checkpoint as recompute
 
-    from shardwise.models.build import find_blocks
-    from shardwise.zero.activations import BlockInputs
+    from shardwise.nn.models.build import find_blocks
+    from shardwise.parallel.activations.block_inputs import BlockInputs
 
     config = dict(model_type="llama", hidden_size=width, intermediate_size=5632, num_hidden_layers=depth,
                   num_attention_heads=16, num_key_value_heads=16, vocab_size=2048)  # fmt: skip
@@ -237,10 +237,10 @@ def norm_at_stage(stage: int) -> dict[str, float]:
     from torch.distributed.tensor import distribute_tensor
 
     from shardwise.config.schema import LossScale
+    from shardwise.distributed.mesh import Layout, join_world
     from shardwise.optim.scaler import LossScaler
-    from shardwise.parallel.mesh import Layout, join_world
-    from shardwise.zero.stages import ShardedModel, shard_model
-    from shardwise.zero.update import Update
+    from shardwise.parallel.zero.stages import ShardedModel, shard_model
+    from shardwise.parallel.zero.update import Update
 
     ranks = dist.get_world_size()
     world = join_world("cpu", "gloo", 60, Layout(*((ranks, 1) if stage == 0 else (1, ranks))))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.config.schema import Guard as Settings
-from shardwise.survive.guard import FEWEST, Guard
+from shardwise.train.guard import FEWEST, Guard
 
 
 def guard_of(tmp_path: Path) -> Guard:

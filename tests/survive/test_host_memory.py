@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.survive.host_memory import HostWatch, host_memory, shortage
+from shardwise.core.host_memory import HostWatch, host_memory, shortage
 
 GIB = 1 << 30
 

@@ -17,7 +17,7 @@ from support.tiny import tiny_run, tokenizer_folder
 
 from shardwise.checkpoint import host_copies
 from shardwise.checkpoint.host_copies import newest_copy
-from shardwise.survive.restarts import aside
+from shardwise.launch.restarts import aside
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.survive.scene import Scene, Waiting
-from shardwise.survive.verdict import Silent, judge
+from shardwise.train.watchdog.scene import Scene, Waiting
+from shardwise.train.watchdog.verdict import Silent, judge
 
 
 def scene(rank: int, begun: dict[str, int], waits: tuple[str, int] | None = None, **more: Any) -> Scene:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.survive import watchdog
-from shardwise.survive.scene import Waiting
 from shardwise.train.status import Status
+from shardwise.train.watchdog import watchdog
+from shardwise.train.watchdog.scene import Waiting
 
 
 class SlowStore:

@@ -13,8 +13,8 @@ from support.tiny import LLAMA, QWEN3_MOE
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from shardwise.acting import _or_as_written, as_written, compiled
-from shardwise.cache import cache_root
+from shardwise.core.cache import cache_root
+from shardwise.core.effective_device import _or_as_written, as_written, compiled
 
 ROUTERS: dict[str, Any] = {
     "model": {"config": QWEN3_MOE, "tokenizer": "none"}, "router": {"aux_loss": 0.5, "z_loss": 0.1}, "precision": "bf16"

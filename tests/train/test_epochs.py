@@ -19,8 +19,9 @@ from support.tiny import saved_model, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
 from shardwise.data.epochs import Epochs
+from shardwise.foresight.prepare import prepare_job
 from shardwise.observe.metrics import read_metrics
-from shardwise.train.job import Job, prepare_job
+from shardwise.resolved_run import Job
 
 ROWS, BATCH = 9, 4  # batches of 4, 4 and 1: of four ranks three have no row in the last
 LOSS, NORM = 1e-5, 1e-4

@@ -10,11 +10,11 @@ from support.families import config_of
 from support.tiny import LLAMA, tiny_run, tokenizer_folder
 from typer.testing import CliRunner
 
-from shardwise.cli import app
+from shardwise.cli.main import app
 from shardwise.config.load import load_run
 from shardwise.config.resolve import Machine, resolve_machine
-from shardwise.errors import UserError
-from shardwise.trainer import Trainer
+from shardwise.core.errors import UserError
+from shardwise.launch.trainer import Trainer
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128}
 

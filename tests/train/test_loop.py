@@ -14,7 +14,7 @@ from support import cli, scenarios
 from support.ranks import run_ranks
 from support.tiny import PAIRS, tiny_run, tokenizer_folder
 
-from shardwise.adapters.export import PREFIX
+from shardwise.checkpoint.adapter_state import PREFIX
 from shardwise.checkpoint.store import load_tensors
 from shardwise.config.load import load_run
 from shardwise.observe.metrics import read_metrics

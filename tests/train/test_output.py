@@ -13,9 +13,9 @@ from support.tiny import tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
 from shardwise.config.resolve import check_room
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.launch.trainer import Trainer
 from shardwise.train.describe import changed_settings
-from shardwise.trainer import Trainer
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_it_is_refused_before_anything_is_prepared(tmp_path: Path, monkeypatch: 
             Trainer(tiny_run(tmp_path)).prepare()
         raise UserError("data.train", None, "is bad", "mend it")
 
-    monkeypatch.setattr("shardwise.trainer.prepare_job", prepared)
+    monkeypatch.setattr("shardwise.launch.trainer.prepare_job", prepared)
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out/.lock"), pytest.raises(UserError, match="another run is using this folder"):
         Trainer(tiny_run(tmp_path)).prepare()

@@ -16,7 +16,7 @@ from shardwise.data.examples import Document
 from shardwise.data.layout import CausalLayout
 from shardwise.data.loader import IGNORE, Loader, MicroBatch
 from shardwise.data.mixing import SourceStream
-from shardwise.objectives.base import Loss
+from shardwise.nn.objective import Loss
 from shardwise.objectives.causal import CausalObjective
 
 LENGTH, COUNT = 96, 40

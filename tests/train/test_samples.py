@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.config.load import load_run
 from shardwise.config.resolve import check_samples
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.observe.metrics import read_metrics
 
 PROMPTS = ("What is ZeRO?", "Name a stage of sharding, and what it shards first of all.")

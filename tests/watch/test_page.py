@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.watched import make_run, train_record, write_lines
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.watch.command import beside
 from shardwise.watch.finder import Finder
 from shardwise.watch.snapshot import render_snapshot, write_snapshot

@@ -14,8 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 from support.watched import make_run, write_lines
 
-from shardwise import cli
-from shardwise.errors import UserError
+from shardwise.cli import main as cli
+from shardwise.core.errors import UserError
 from shardwise.watch.app import Door, Pages
 from shardwise.watch.command import Options, address, beside, find_token, listen, watch
 from shardwise.watch.files import STATIC, page_file

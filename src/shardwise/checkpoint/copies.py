@@ -32,11 +32,11 @@ from shardwise.checkpoint.exchange import Transfer, fetches, move, reserve, ring
 from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.host_copies import GENERATIONS, Found, Life
 from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_manifest, write_manifest
-from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import RUN, STATE, TRAINER, failure_words
 from shardwise.checkpoint.writing import Digests, Pending, StateWriter
 from shardwise.config.units import Every
-from shardwise.errors import RunFailed
+from shardwise.core.errors import RunFailed
+from shardwise.core.safe_pickle import SafeReader
 
 INDEX = f"{STATE}/.metadata"
 SMALL = (INDEX, TRAINER, RUN, MANIFEST)  # which every host has

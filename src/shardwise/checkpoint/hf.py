@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from shardwise.adapters.export import (
+from shardwise.checkpoint.adapter_state import (
     checkpoint_plan,
     holds_adapter,
     lacks_base,
@@ -24,21 +24,21 @@ from shardwise.adapters.export import (
     stored_tensors,
     write_adapter,
 )
-from shardwise.adapters.merge import Merger, find_base
-from shardwise.adapters.peft import CONFIG, is_adapter
 from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, read_trainer
 from shardwise.config.resolve import task_wanted
+from shardwise.core.errors import RunFailed, UserError
 from shardwise.data.fingerprint import FILE, check_fingerprint
-from shardwise.errors import RunFailed, UserError
-from shardwise.models.build import build_on_meta
-from shardwise.models.names import Link, Part, link, natural_order
-from shardwise.models.origin import FILES, RECORD, Origin, counted, find_untouched, origin_of, read_origin
-from shardwise.models.source import ModelSource, find_model, is_gguf, load_config, quiet
-from shardwise.models.stored import INDEX, read_stored
-from shardwise.models.stored import stored_tensors as stored_in
-from shardwise.models.tasks import task_of
-from shardwise.parallel.roles import pattern_of
+from shardwise.nn.adapters.merge import Merger, find_base
+from shardwise.nn.adapters.peft import CONFIG, is_adapter
+from shardwise.nn.models.build import build_on_meta
+from shardwise.nn.models.names import Link, Part, link, natural_order
+from shardwise.nn.models.origin import FILES, RECORD, Origin, counted, find_untouched, origin_of, read_origin
+from shardwise.nn.models.source import ModelSource, find_model, is_gguf, load_config, quiet
+from shardwise.nn.models.stored import INDEX, read_stored
+from shardwise.nn.models.stored import stored_tensors as stored_in
+from shardwise.nn.models.tasks import task_of
+from shardwise.parallel.tensor.roles import pattern_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.integrity import MANIFEST, Damage, read_manifest
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 ROOT_VARIABLE, HOST_VARIABLE = "SHARDWISE_MEMORY", "SHARDWISE_HOST"
 FILE = ".memory"  # in the run's folder of checkpoints

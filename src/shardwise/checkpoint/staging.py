@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.zero.host import host_buffers
+from shardwise.parallel.offload.pinned_memory import host_buffers
 
 
 @dataclass

@@ -37,10 +37,10 @@ from shardwise.checkpoint.integrity import (
     verify,
     write_manifest,
 )
-from shardwise.checkpoint.rows import LoadRows, split_rows
-from shardwise.checkpoint.safe import SafeReader, global_in
 from shardwise.checkpoint.writing import Pending, StateWriter
-from shardwise.errors import RunFailed, UserError
+from shardwise.core.errors import RunFailed, UserError
+from shardwise.core.safe_pickle import SafeReader, global_in
+from shardwise.distributed.lazy_rows import LoadRows, split_rows
 
 STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
 

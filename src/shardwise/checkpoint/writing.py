@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.files import TensorFiles
 from shardwise.checkpoint.host_copies import host_name
-from shardwise.checkpoint.rows import Rows, split_rows
 from shardwise.checkpoint.staging import Source, Staging
-from shardwise.survive.host_memory import host_memory
+from shardwise.core.host_memory import host_memory
+from shardwise.distributed.lazy_rows import Rows, split_rows
 
 Digests = dict[str, tuple[int, str]]  # by a file's name: its size and hash
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.config.schema import Parallel, Run
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -93,3 +93,8 @@ def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
 
 def first_of(config: Any, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
+
+
+def shard_size(zero: int, shard: int | None, ranks: int) -> int:
+    """Ranks among which one copy of the states is divided."""
+    return 1 if zero == 0 else (shard or ranks)

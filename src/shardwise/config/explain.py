@@ -13,7 +13,7 @@ from shardwise.config.methods import METHODS
 from shardwise.config.objectives import OBJECTIVES
 from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
 from shardwise.config.section import Clash
-from shardwise.errors import UserError, together
+from shardwise.core.errors import UserError, together
 
 _EXAMPLES = {
     "model": "add e.g. model: smollm2-135m-instruct",

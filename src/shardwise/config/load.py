@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from shardwise.config.bounded_yaml import BoundedLoader
 from shardwise.config.explain import explain, near_file, section_names, takes_text
 from shardwise.config.schema import Run
-from shardwise.errors import UserError
+from shardwise.core.bounded_yaml import BoundedLoader
+from shardwise.core.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.config.deepspeed import Entry

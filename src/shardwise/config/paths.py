@@ -13,3 +13,12 @@ def place(values: dict[str, Any], path: str, value: Any) -> None:
         values[part] = inner if isinstance(inner, dict) else {}
         values = values[part]
     values[leaf] = value
+
+
+def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted paths and their values; lists of sections are opened, other lists are values."""
+    if isinstance(value, dict) and value:
+        return [item for key, inner in value.items() for item in flatten(inner, f"{prefix}.{key}" if prefix else key)]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [item for index, inner in enumerate(value) for item in flatten(inner, f"{prefix}.{index}")]
+    return [(prefix, value)]

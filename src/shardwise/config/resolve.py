@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.axes import check_axes, check_model_axes, data_ranks, divisors_of
-from shardwise.config.compat import axes_used, clashes, first_clash
+from shardwise.config.axes import check_axes, check_model_axes, data_ranks, divisors_of, shard_size
+from shardwise.config.combinations import axes_used, clashes, first_clash
 from shardwise.config.objectives import PURPOSES, TASKS, Purpose, Task
 from shardwise.config.paths import place
 from shardwise.config.schema import Parallel, Run
 from shardwise.config.units import human
-from shardwise.errors import UserError
-from shardwise.launch.cpu import gain_of_bf16
-from shardwise.parallel.mesh import shard_size
+from shardwise.core.cpu_probe import gain_of_bf16
+from shardwise.core.errors import UserError
 
 # Models whose first position is the one behind their padding id (RoBERTa's 514 are 512).
 COUNTED_FROM_PADDING = frozenset(
@@ -225,7 +224,7 @@ def _has_fp8(machine: Machine) -> bool:
         return machine.fp8
     import torch
 
-    from shardwise.kernels.float8 import multiplies
+    from shardwise.core.effective_device import has_fp8_matmul as multiplies
 
     return multiplies(torch.device("cuda"))
 
@@ -362,15 +361,11 @@ def check_room(run: Run, trained: int, frozen: int = 0) -> None:
 
 
 def check_output(run: Run) -> None:
-    """The output folder must be writable, found by writing (permissions alone do not tell); resume must be there."""
-    from shardwise.checkpoint.store import choose_checkpoint
-
-    target = Path(run.output).expanduser()
+    """The output folder must be writable, found by writing: permissions alone do not tell."""
     _check_writable("output", run.output)
     if run.log.csv is not None:
         _check_writable("log.csv", run.log.csv)
     check_trackers(run.log.trackers)
-    choose_checkpoint(run.resume, target / "checkpoints")
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from shardwise.config.apart import ApartOrNot
-from shardwise.config.compat import check_section
+from shardwise.config.combinations import check_section
+from shardwise.config.diloco import ApartOrNot
 from shardwise.config.log import Log
 from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
@@ -34,7 +34,7 @@ from shardwise.config.units import (
     parse_number,
     parse_share,
 )
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 
 class Model(Section):
@@ -164,10 +164,10 @@ class Refine(Section):
             problem = f"has no effect with duplicates: {self.duplicates}"
             raise Clash("similarity", problem, "set duplicates: near, or remove it")
         if self.filter is not None:
-            from shardwise.data.expression import Expression
+            from shardwise.config.row_filter import RowFilter
 
             try:
-                Expression(self.filter)
+                RowFilter(self.filter)
             except UserError as error:
                 raise Clash("filter", error.problem, error.remedy) from None
         return self
@@ -738,5 +738,5 @@ class Run(Section):
 
     @property
     def left_open(self) -> bool:
-        """Whether something is left to the planner (plan/auto.py)."""
+        """Whether something is left to the planner (foresight/plan/auto.py)."""
         return self.parallel.auto or self.recompute == "auto"

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Raw
 from shardwise.data.streams import BROKEN, Input, broken, is_compressed, open_bytes
-from shardwise.errors import UserError
 
 CHUNK_ROWS = 2048
 CHUNK_BYTES = 8 << 20

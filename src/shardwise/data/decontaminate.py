@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.examples import Example
-from shardwise.data.words import hashed_words, ngrams
+from shardwise.data.word_hashes import hashed_words, ngrams
 
 BATCH = 2048  # examples that are hashed at a time
 MARKS = 1 << 22  # bits of a hash that are looked up first: most n-grams are told apart by these alone

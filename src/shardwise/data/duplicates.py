@@ -28,7 +28,7 @@ import numpy as np
 
 from shardwise.config.schema import Refine
 from shardwise.data.examples import Example
-from shardwise.data.words import dumped, hashed_words, mix, ngrams, parts
+from shardwise.data.word_hashes import dumped, hashed_words, mix, ngrams, parts
 
 WORDS = 5  # of an n-gram
 HASHES = 128  # at most, per row

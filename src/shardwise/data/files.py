@@ -17,12 +17,12 @@ from itertools import groupby
 from pathlib import Path
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
+from shardwise.core.printable import counted
 from shardwise.data import tables
 from shardwise.data.containers import CHUNK_ROWS, Part, Rows, cut_lines, cut_records, cut_texts
 from shardwise.data.jsonfile import cut_json, json_layout
 from shardwise.data.streams import Input, broken, plain_suffix
-from shardwise.data.visible import counted
-from shardwise.errors import UserError
 
 __all__ = [
     "CHUNK_ROWS",

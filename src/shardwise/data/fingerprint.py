@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 FILE = "shardwise_tokens.json"
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Example, Raw
 from shardwise.data.labels import label_name
 from shardwise.data.messages import Misfit, absent, whole
 from shardwise.data.readers import READERS, flag_of, has_messages, look_up
-from shardwise.errors import UserError
 
 SAMPLE = 100  # rows that detection looks at
 TEXTS = ("text", "content", "code", "body", "document", "raw_content", "page_content", "passage", "markdown")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data.containers import (
     BOM,
     CHUNK_BYTES,
@@ -30,7 +31,6 @@ from shardwise.data.containers import (
 )
 from shardwise.data.streams import Input
 from shardwise.data.tables import Plain
-from shardwise.errors import UserError
 
 if sys.version_info < (3, 11, 5):  # whose own patterns lose their way where they must not go back (`*+`)
     import regex as patterns

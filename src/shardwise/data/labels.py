@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.config.schema import Data
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow
 from shardwise.data.files import read_chunk
-from shardwise.errors import UserError
 
 MOST = 10_000  # classes; more are no classes but texts
 _WHOLE = re.compile(r"-?\d+")

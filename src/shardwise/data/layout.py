@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from shardwise.core.labels import IGNORE
+from shardwise.data.documents import Documents
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.store import LEARNED
-from shardwise.models.documents import Documents
 
 if TYPE_CHECKING:
     from shardwise.data.loader import MicroBatch
-
-IGNORE = -100
 
 
 class Reader(Protocol):

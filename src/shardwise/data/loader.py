@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from shardwise.config.schema import Data
+from shardwise.core.errors import UserError
+from shardwise.core.labels import IGNORE as IGNORE
+from shardwise.data.documents import Documents
 from shardwise.data.epochs import Epochs, micro_batches
-from shardwise.data.layout import IGNORE as IGNORE
 from shardwise.data.layout import Layout
 from shardwise.data.mixing import Mixture, SourceStream, sequence_order
 from shardwise.data.packing import DOCUMENT, Packed, pack
-from shardwise.errors import UserError
-from shardwise.models.documents import Documents
 
 KEPT = 2  # windows that stay packed: a step can lie across two
 

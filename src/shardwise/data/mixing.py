@@ -26,9 +26,9 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from shardwise.config.schema import Data, Source
+from shardwise.core.errors import UserError
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.store import POLL, TokenStore
-from shardwise.errors import UserError
 
 ORDER = 1  # raised when the same data and seed give another order; part of the fingerprint of checkpoints
 _WINDOWS, _WITHIN, _SEQUENCES = 1, 2, 3  # what a stream of random numbers is for

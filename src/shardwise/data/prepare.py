@@ -24,16 +24,16 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from shardwise.cache import cache_root
 from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Data, Refine
+from shardwise.core.cache import cache_root
+from shardwise.core.cpu_probe import usable_cores
+from shardwise.core.errors import UserError
 from shardwise.data.files import content_digest, count_rows, source_files
 from shardwise.data.fingerprint import template_fingerprint
 from shardwise.data.mixing import ORDER, SourceStream, source_names
 from shardwise.data.store import POLL, TokenStore
 from shardwise.data.tokenise import Spec, Summary, check_largest, make_sources, read_summary, source_bytes
-from shardwise.errors import UserError
-from shardwise.launch.cpu import usable_cores
 
 FORMAT = 7  # raised when the same rows give other tokens or masks
 INLINE = 8 << 20  # bytes of source files that are tokenised on the spot

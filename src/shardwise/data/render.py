@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from shardwise.config.objectives import Purpose
+from shardwise.core.errors import UserError
 from shardwise.data.encode import Encoded, Encoder, Joined
 from shardwise.data.examples import BadRow, Document, Example, Message
-from shardwise.data.purposes import ROW_PURPOSES, RowRenderer
-from shardwise.data.remarks import (
+from shardwise.data.row_renderers import ROW_PURPOSES, RowRenderer
+from shardwise.data.row_warnings import (
     BLANK_BEFORE,
     EMPTY_ANSWER,
     FIRST_WORD,
@@ -35,7 +36,6 @@ from shardwise.data.remarks import (
 )
 from shardwise.data.template import SAYING, ChatTemplate, RowFault, Span, TemplateFault
 from shardwise.data.turns import THOUGHTS
-from shardwise.errors import UserError
 
 BATCH = 256  # examples that are rendered in one call
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.data.layout import IGNORE, Layout, Reader
+from shardwise.core.labels import IGNORE
+from shardwise.data.layout import Layout, Reader
 from shardwise.data.masking import Masker
 from shardwise.data.store import LEARNED
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.core.errors import UserError
 from shardwise.data.examples import Document
-from shardwise.errors import UserError
 
 LEARNED = np.uint32(1 << 31)
 TABLE = np.dtype([("length", np.int32), ("supervised", np.int32), ("row", np.int64)])

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 COMPRESSED = {".gz", ".zst", ".zstd", ".bz2", ".xz"}
 BLOCK = 1 << 20

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data.containers import CHUNK_BYTES, CHUNK_ROWS, Rows, not_a_row
 from shardwise.data.examples import BadRow, Raw
 from shardwise.data.streams import seekable
-from shardwise.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.data.ends import Around, End, Markers, any_of
 from shardwise.data.examples import Message
-from shardwise.data.manner import TOOL, Manner, look_at
-from shardwise.data.remarks import END_ONCE
-from shardwise.data.tags import Tags, held_against
+from shardwise.data.generation_tags import Tags, held_against
+from shardwise.data.row_warnings import END_ONCE
+from shardwise.data.template_probe import TOOL, Manner, look_at
+from shardwise.data.turn_ends import Around, End, Markers, any_of
 from shardwise.data.turns import THOUGHTS, Mask, RowFault, Span, TemplateFault, Turns, stamps
 
 __all__ = ["SAYING", "ChatTemplate", "Mask", "RowFault", "Span", "TemplateFault"]

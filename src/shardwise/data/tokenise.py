@@ -28,12 +28,11 @@ from typing import Any, TypeVar
 
 from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Data, Source
-from shardwise.data.bill import add_lengths, no_lengths, read_fates, remedy_of
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
 from shardwise.data.formats import SAMPLE, TURNS, Detected, detect, understand
-from shardwise.data.judged import JUDGED, check_format, truncated
-from shardwise.data.purposes import fit_row
+from shardwise.data.preference import JUDGED, check_format, truncated
 from shardwise.data.refine import (
     DuplicateFinder,
     EvalNgrams,
@@ -44,10 +43,11 @@ from shardwise.data.refine import (
     length_fate,
     row_keys,
 )
-from shardwise.data.remarks import EMPTY_PIECE, Count, add_remarks
 from shardwise.data.render import Renderer, check_template
+from shardwise.data.row_renderers import fit_row
+from shardwise.data.row_warnings import EMPTY_PIECE, Count, add_remarks
+from shardwise.data.statistics import add_lengths, no_lengths, read_fates, remedy_of
 from shardwise.data.store import fail, finish, has_chunk, write_chunk, write_json
-from shardwise.errors import UserError
 
 AHEAD = 2  # chunks per worker that are under way
 LOOK_CHUNKS = 16  # in which there must be a row that can be read

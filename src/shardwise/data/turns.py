@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.data.ends import Around, End, alike, find_end
 from shardwise.data.examples import Message
-from shardwise.data.remarks import END_ADDED, END_NEXT, END_ONCE, END_PLAIN
+from shardwise.data.row_warnings import END_ADDED, END_NEXT, END_ONCE, END_PLAIN
+from shardwise.data.turn_ends import Around, End, alike, find_end
 
 if TYPE_CHECKING:
-    from shardwise.data.manner import Manner
     from shardwise.data.template import ChatTemplate
+    from shardwise.data.template_probe import Manner
 
 Span = tuple[int, int]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields

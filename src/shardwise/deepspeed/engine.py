@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.dtypes import COMPUTE
+from shardwise.core.errors import RunFailed, UserError
 from shardwise.deepspeed import fragments, store
 from shardwise.deepspeed.data import DeepSpeedDataLoader
 from shardwise.deepspeed.partition import ZeroParamStatus, keep_rows, whole
 from shardwise.deepspeed.refused import refuse
 from shardwise.deepspeed.settings import Batch
-from shardwise.engine import Engine
-from shardwise.errors import RunFailed, UserError
-from shardwise.zero.stages import COMPUTE
+from shardwise.train.engine import Engine
 
 NOT_HERE = {
     "train_batch": "it is of the pipeline engine; write forward, backward, step",

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.core.errors import UserError
 from shardwise.deepspeed.partition import keep_rows, whole
 from shardwise.deepspeed.refused import refuse
-from shardwise.errors import UserError
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.train.engine import Engine
 
 OWNER = "_shardwise_engine"
 

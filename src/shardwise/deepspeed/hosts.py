@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 Slots = dict[str, list[int]]  # host → the devices to use on it, in the order of the ranks
 

@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.errors import RunFailed, UserError
+from shardwise.core.redact import SECRET_VARIABLE
 from shardwise.deepspeed.hosts import Slots, as_filter, choose, parse_filter, read_hostfile
 from shardwise.deepspeed.refused import refuse
-from shardwise.errors import RunFailed, UserError
-from shardwise.hide import SECRET_VARIABLE
 
 POLL, GRACE = 0.05, 10.0  # seconds between looks at the ranks; between SIGTERM and SIGKILL
 EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP_NUM_THREADS", "HF_", "CUDA_HOME", "SHARDWISE_")
@@ -79,7 +79,7 @@ def _hosts(args: argparse.Namespace) -> Slots:
         return choose(read_hostfile(file), args.include, args.exclude, args.num_nodes, args.num_gpus)
     if args.num_nodes > 1:
         raise UserError("--num_nodes", args.num_nodes, "other hosts are known from a hostfile alone", "give --hostfile")
-    from shardwise.launch.cpu import usable_cores
+    from shardwise.core.cpu_probe import usable_cores
 
     available = _gpus() or (args.num_gpus if args.num_gpus > 0 else 1)
     if not _gpus() and args.num_gpus > 16 * usable_cores():
@@ -170,7 +170,7 @@ def _start_here(args: argparse.Namespace, hosts: Slots, number: int, address: st
         else:
             env.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
         if "OMP_NUM_THREADS" not in os.environ:
-            from shardwise.launch.cpu import usable_cores
+            from shardwise.core.cpu_probe import usable_cores
 
             env["OMP_NUM_THREADS"] = str(max(1, usable_cores() // len(slots)))
         line = [*command[0], *([] if args.no_local_rank else [f"--local_rank={local}"]), *command[1]]

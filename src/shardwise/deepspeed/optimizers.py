@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from shardwise.core.errors import UserError
 from shardwise.deepspeed.refused import refuse
-from shardwise.errors import UserError
 
 NO_EFFECT = ("torch_adam", "fp32_optimizer_states", "amsgrad", "set_grad_none", "cuda_aware", "comm_backend_name")
 REFUSED = ("onebitadam", "zerooneadam", "onebitlamb", "lamb", "muadam", "muadamw", "musgd", "muon", "lion")

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.deepspeed.refused import refuse
-from shardwise.models.weights import fill_local
+from shardwise.nn.models.weights import fill_local
 
 _NOT_VALUES = ("requires_grad_", "detach_", "share_memory_", "retain_grad", "rename_")  # in place, but not on values
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 _PIPELINE = "pipeline parallelism is not offered through this API"
 _INFERENCE = "this API trains; for inference use `shardwise chat` or transformers with the exported model"
@@ -42,7 +42,7 @@ REFUSED = {
     "monitor": "write your own metrics; the monitors of the config are accounted for by initialize",
     "OnDevice": "build the model on torch.device('meta'), or inside zero.Init",
     "DeepSpeedConfig": "pass the config to initialize, as a dictionary or a path",
-    "DeepSpeedConfigError": "mistakes in a config raise shardwise.errors.UserError",
+    "DeepSpeedConfigError": "mistakes in a config raise shardwise.core.errors.UserError",
     "TiledLinear": _KERNELS,
     "TiledLinearReturnBias": _KERNELS,
     "register_external_parameter": "use a parameter within the forward of the module that holds it",

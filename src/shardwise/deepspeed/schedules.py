@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.config.schema import Train
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.optim.schedules import learning_rate, momentum
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from shardwise.config.deepspeed import line, translate
 from shardwise.config.deepspeed import read_config as read_file
 from shardwise.config.deepspeed.plan import default_of
-from shardwise.engine import EngineConfig
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.train.engine import EngineConfig
 
 BUILT_HERE = ("optimizer", "scheduler")
 TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.schedule", "train.warmup", "log.every",

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import engine as core
+from shardwise.core.errors import UserError
 from shardwise.deepspeed import optimizers, schedules
 from shardwise.deepspeed.comm import PORT, init_distributed
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.partition import release
 from shardwise.deepspeed.refused import refuse
 from shardwise.deepspeed.settings import print_account, read_config, settle
-from shardwise.errors import UserError
+from shardwise.train import engine as core
 
 
 def initialize(

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.folders import list_checkpoints
-from shardwise.checkpoint.safe import SafeReader, global_in
 from shardwise.checkpoint.store import MODEL, STATE, CheckpointStore, check_whole, load_tensors, read_trainer
-from shardwise.engine import Engine
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.core.safe_pickle import SafeReader, global_in
+from shardwise.train.engine import Engine
 from shardwise.train.state import prime_optimizer
 
 LATEST, EXTRA, PREFIX = "latest", "deepspeed.pt", "model."

@@ -18,8 +18,8 @@ from torch import nn
 from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.store import check_whole, load_tensors, read_trainer
 from shardwise.config.units import parse_size
+from shardwise.core.errors import UserError
 from shardwise.deepspeed.store import LATEST, PREFIX, names_in
-from shardwise.errors import UserError
 
 NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}
 

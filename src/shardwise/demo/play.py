@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 PHRASINGS = 3  # lines per fact in pairs.jsonl
 FEWEST_FACTS = 8
@@ -47,8 +47,8 @@ output: {output}
 
 def play(output: Path, seconds: int, ranks: int) -> None:
     """The whole demo, in the terminal; leaves the model, the curve and its RUN.yaml in `output`."""
+    from shardwise.launch.trainer import Trainer
     from shardwise.train.describe import print_plan, print_result
-    from shardwise.trainer import Trainer
 
     console, started = Console(), time.monotonic()
     console.rule("shardwise demo: teach a small model facts about distributed training", align="left")
@@ -97,9 +97,9 @@ def _ask_and_time(model_name: str, held_out: list[dict[str, Any]]) -> tuple[list
     """Greedy answers to the held-out questions, and training tokens/s measured on one forward and backward."""
     import torch
 
-    from shardwise.launch.cpu import gain_of_bf16
-    from shardwise.models.inference import load_for_inference
-    from shardwise.serve.generate import Sampling, answers
+    from shardwise.core.cpu_probe import gain_of_bf16
+    from shardwise.export.inference import load_for_inference
+    from shardwise.nn.generate import Sampling, answers
 
     model, tokenizer = load_for_inference(model_name)
     texts = answers(model, tokenizer, [h["question"] for h in held_out], Sampling(max_tokens=ANSWER_TOKENS))

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.figures import Measured, by_group, ratio
 from shardwise.evaluate.likelihood import Likelihood, Request, fit_context, log_likelihoods, make_request
 from shardwise.evaluate.rows import Row, read_rows
 from shardwise.evaluate.settings import ChoiceTask
-from shardwise.serve.generate import chat_prompt
+from shardwise.nn.generate import chat_prompt
 
 LETTERS = string.ascii_uppercase
 QUESTION = ("query", "prompt", "input", "question_stem", "ctx", "goal")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.errors import RunFailed, UserError
+from shardwise.core.errors import RunFailed, UserError
 
 PATH = "/chat/completions"
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # what may pass

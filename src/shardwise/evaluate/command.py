@@ -20,12 +20,12 @@ from rich.console import Console
 from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.store import RUN
 from shardwise.config.schema import Run
-from shardwise.errors import Interrupted, UserError
+from shardwise.core.errors import Interrupted, UserError
 from shardwise.evaluate.bars import Bar, bars
 from shardwise.evaluate.figures import Measured, difference
 from shardwise.evaluate.settings import ChoiceTask, GenerateTask, HarnessTask, JudgeTask, LossTask
 from shardwise.evaluate.table import print_results
-from shardwise.models.tasks import task_of
+from shardwise.nn.models.tasks import task_of
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
 EXPORTED_RUN = "shardwise_run.json"
@@ -128,7 +128,7 @@ def _check(tasks: Sequence[Any], models: Sequence[str], output: Path | None) -> 
 
 def _measure_all(session: Session, runs: dict[str, Run | None], borrowed: Run | None, changed_tokenizer: bool) -> None:
     from shardwise.evaluate.judge import collect_answers, judge_all
-    from shardwise.models.inference import load_for_inference
+    from shardwise.export.inference import load_for_inference
 
     answers: dict[str, dict[str, dict[str, list[str]]]] = {}
     for name in session.models:

@@ -11,7 +11,7 @@ from shardwise.evaluate.figures import Measured, by_group, ratio
 from shardwise.evaluate.rows import Row, read_rows
 from shardwise.evaluate.scorers import Scorer
 from shardwise.evaluate.settings import GenerateTask
-from shardwise.serve.generate import Sampling, prompt_ids, replies
+from shardwise.nn.generate import Sampling, prompt_ids, replies
 
 PROMPT = ("question", "instruction", "input", "query")
 ANSWER = ("answers", "target", "output", "completion", "expected", "reference")

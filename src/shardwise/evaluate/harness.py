@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate.figures import Figure, Measured
 from shardwise.evaluate.settings import HarnessTask
 

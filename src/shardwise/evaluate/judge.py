@@ -21,7 +21,7 @@ from shardwise.evaluate.figures import Figure, Measured, ratio
 from shardwise.evaluate.rows import Row, read_rows
 from shardwise.evaluate.settings import JudgeTask
 from shardwise.evaluate.verdicts import Exchange, pair_prompt, read_rating, read_verdict, single_prompt
-from shardwise.serve.generate import Sampling, replies
+from shardwise.nn.generate import Sampling, replies
 
 ANSWERS, JUDGEMENTS = "answers.jsonl", "judgements.jsonl"
 BATCH = {"cuda": 32, "cpu": 4}

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import UserError
-from shardwise.serve.generate import context_length
+from shardwise.core.errors import UserError
+from shardwise.nn.generate import context_length
 
 TOKENS = {"cuda": 65536, "cpu": 8192}  # of a batch, the shared beginning counted for each row
 LOGITS = 1 << 28  # elements of a batch's logits: 1 GiB in fp32

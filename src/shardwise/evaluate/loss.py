@@ -13,29 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.adapters.apply import Adapted
 from shardwise.config.metrics import LESS
 from shardwise.config.resolve import purpose_of, resolve_machine, resolve_objective
 from shardwise.config.schema import Data, Offload, Parallel, Refine, Run
+from shardwise.core.errors import UserError
 from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import prepare_data
-from shardwise.errors import UserError
 from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.figures import Figure, Measured, ratio
 from shardwise.evaluate.settings import LossTask
-from shardwise.models.adapt import settle_attention
-from shardwise.models.attention import set_attention
-from shardwise.models.build import not_recording, vocabulary_size
-from shardwise.models.source import ModelSource, stop_tokens
-from shardwise.models.tasks import task_of
+from shardwise.nn.adapters.apply import Adapted
+from shardwise.nn.attention.varlen import set_attention
+from shardwise.nn.generate import context_length
+from shardwise.nn.models.adapt import settle_attention
+from shardwise.nn.models.build import not_recording, vocabulary_size
+from shardwise.nn.models.source import ModelSource, stop_tokens
+from shardwise.nn.models.tasks import task_of
 from shardwise.objectives.make import make_objective
-from shardwise.routers.install import watch_routers
-from shardwise.serve.generate import context_length
+from shardwise.parallel.routers.install import watch_routers
+from shardwise.parallel.selfcheck import Undivided, check_documents
+from shardwise.resolved_run import Job
 from shardwise.train.heldout import evaluation_of, summed_losses
-from shardwise.train.job import Job
-from shardwise.train.selfcheck import Undivided
-from shardwise.train.setup import check_documents
 
 UNTRAINED = Adapted(0, 0, 0, 0, None, (), None)
 ALONE = ("causal", "seq2seq", "masked", "classify")  # objectives that need no model besides the one that is measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate.settings import make_task, read_tasks
 
 DEFAULTS = {"score": "byte", "scorer": "exact", "judge_mode": "single", "judge_key": "OPENAI_API_KEY"}

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.config.schema import Source
+from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow
 from shardwise.data.files import chunk_tasks, read_chunk
 from shardwise.data.readers import look_up
-from shardwise.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.evaluate.settings import GenerateTask
 
 PATIENCE = 1.0  # seconds that a user's pattern may take on one answer

@@ -20,7 +20,7 @@ from shardwise.config.load import _Loader
 from shardwise.config.schema import Sources
 from shardwise.config.section import Clash, Section
 from shardwise.config.units import Count, Duration, Whole
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 
 class _Task(Section):

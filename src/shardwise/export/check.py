@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from shardwise.adapters.layers import adapter_layers, worn_parameters
-from shardwise.adapters.peft import WEIGHTS
-from shardwise.errors import RunFailed, UserError
-from shardwise.launch.cpu import free_memory
-from shardwise.models.names import link
-from shardwise.models.origin import Origin, counted
-from shardwise.models.source import first_line, load_config, quiet
-from shardwise.models.stored import read_stored, sample_digest, stored_tensors, tensor_files
-from shardwise.models.tasks import auto_class, task_of
+from shardwise.core.cpu_probe import free_memory
+from shardwise.core.errors import RunFailed, UserError
+from shardwise.nn.adapters.layers import adapter_layers, worn_parameters
+from shardwise.nn.adapters.peft import WEIGHTS
+from shardwise.nn.models.names import link
+from shardwise.nn.models.origin import Origin, counted
+from shardwise.nn.models.source import first_line, load_config, quiet
+from shardwise.nn.models.stored import read_stored, sample_digest, stored_tensors, tensor_files
+from shardwise.nn.models.tasks import auto_class, task_of
 
 SEQUENCES, LENGTH = 4, 64
 TEXTS = (

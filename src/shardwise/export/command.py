@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.adapters.export import base_of, holds_adapter, read_run
-from shardwise.adapters.peft import WEIGHTS, is_adapter
+from shardwise.checkpoint.adapter_state import base_of, holds_adapter, read_run
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, RUN, read_trainer
 from shardwise.config.schema import Model
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.export.card import make_card, write_card
 from shardwise.export.check import (
     CHANGES,
@@ -36,12 +35,13 @@ from shardwise.export.check import (
 from shardwise.export.facts import Facts, gather, output_of, read_samples
 from shardwise.export.families import family_of, window_of
 from shardwise.export.gguf_file import KINDS, Plan, plan_gguf, write_gguf
+from shardwise.export.inference import from_checkpoint, with_adapter
 from shardwise.export.readers import judge
 from shardwise.export.vocabulary import vocabulary_of
-from shardwise.models.inference import from_checkpoint, with_adapter
-from shardwise.models.origin import Origin, counted, read_origin
-from shardwise.models.source import config_from, find_model, load_config
-from shardwise.models.tasks import task_of
+from shardwise.nn.adapters.peft import WEIGHTS, is_adapter
+from shardwise.nn.models.origin import Origin, counted, read_origin
+from shardwise.nn.models.source import config_from, find_model, load_config
+from shardwise.nn.models.tasks import task_of
 
 Say = Callable[[str], None]
 Check = bool | Literal["auto"]

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.data.bill import SourceBill
-from shardwise.hide import SECRET_SETTING
-from shardwise.models.source import EMBEDDED
+from shardwise.core.redact import SECRET_SETTING
+from shardwise.data.statistics import SourceBill
+from shardwise.nn.models.source import EMBEDDED
 from shardwise.observe.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from shardwise.train.job import Job
+    from shardwise.resolved_run import Job
 
 DATA = "data.json"
 SAMPLES = 4  # documents whose first tokens are kept for the check of an export
@@ -123,7 +123,7 @@ def _license(folder: Path, repo: str | None) -> str | None:
     """What the base model's own card states."""
     import yaml
 
-    from shardwise.config.bounded_yaml import read_yaml
+    from shardwise.core.bounded_yaml import read_yaml
 
     card: Path | None = folder / "README.md"
     if repo is not None:
@@ -166,8 +166,8 @@ def _settings(run: dict[str, Any]) -> list[tuple[str, str]]:
     """
     from shardwise.config.methods import METHODS
     from shardwise.config.objectives import OBJECTIVES
+    from shardwise.config.paths import flatten
     from shardwise.config.schema import Run
-    from shardwise.train.describe import flatten
 
     plain = Run.model_validate({"model": {"name": "m"}, "data": {"train": "d"}}).model_dump(mode="json")
     alternatives: dict[str, dict[str, Any]] = {"method": METHODS, "objective": OBJECTIVES}

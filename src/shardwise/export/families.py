@@ -1,7 +1,7 @@
 """Which models can become GGUF files, and what llama.cpp's side of each architecture takes for granted.
 
 One row per `model_type`: gguf's name of the architecture, its settings, how its tensors are laid out there, what a
-config must say because llama.cpp has it built in. What its loader asks of a file is in models/gguf_rules.py.
+config must say because llama.cpp has it built in. What its loader asks of a file is in nn/models/gguf_rules.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.export.rope import rope_settings, theta_of
 
 Settings = dict[str, Any]

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.export.families import Family, family_of, split_experts
 from shardwise.export.rope import rope_tensors
 from shardwise.export.vocabulary import Vocabulary, vocabulary_of
-from shardwise.models.source import ModelSource
+from shardwise.nn.models.source import ModelSource
 
 KINDS = {  # name → (gguf's tensor type, its name for such files)
     "f32": ("F32", "ALL_F32"),
@@ -67,10 +67,10 @@ class Plan:
 
 def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable: bool = False) -> Plan:
     """Checks that a model can become a GGUF file and decides each tensor; raises UserError, naming what cannot."""
-    from shardwise.models.build import build_on_meta
-    from shardwise.models.frozen import readable
-    from shardwise.models.stored import tensor_files
-    from shardwise.models.weights import match_names
+    from shardwise.nn.models.build import build_on_meta
+    from shardwise.nn.models.readable import readable
+    from shardwise.nn.models.stored import tensor_files
+    from shardwise.nn.models.weights import match_names
 
     if kind not in KINDS:
         raise UserError(field, kind, "is not known", f"use one of {', '.join(KINDS)}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 PRIVATE = ["shardwise_run.json"]  # the whole config, with the paths of whoever trained; the card has what matters of it
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from shardwise.export.check import BOUNDS, compare, compare_logits
-from shardwise.models.gguf import alike, load_gguf, unread_tensors
-from shardwise.models.gguf_rules import GgufFile, layer_of, meaning, open_gguf, refusal
-from shardwise.models.source import first_line
-from shardwise.models.tasks import auto_class, task_of
+from shardwise.nn.models.gguf import alike, load_gguf, unread_tensors
+from shardwise.nn.models.gguf_rules import GgufFile, layer_of, meaning, open_gguf, refusal
+from shardwise.nn.models.source import first_line
+from shardwise.nn.models.tasks import auto_class, task_of
 
 # Keys of configs that change no logits, or that no file has.
 NO_MATTER = ("_", "transformers_version", "dtype", "architectures", "use_cache", "bos_", "eos_", "pad_", "unk_", "id2",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 # What llama.cpp takes for granted in these architectures; it has keys for some, which others read.
 YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1,

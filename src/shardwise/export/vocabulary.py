@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import UserError
-from shardwise.hide import HIDDEN, SECRET_VARIABLE, hide
+from shardwise.core.errors import UserError
+from shardwise.core.redact import HIDDEN, SECRET_VARIABLE, hide
 from shardwise.launch.hosts import check_sizes, names_of, parse_hosts
 from shardwise.launch.submission import Backend, Submission, parse_env, parse_minutes
 

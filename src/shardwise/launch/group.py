@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.meeting import Seat
+from shardwise.launch.rendezvous import Seat
 
 POLL = 0.05
 LAST_WORDS = 3.0  # seconds given to the other ranks, after one died, to write down what they saw
@@ -70,7 +70,7 @@ class Group:
                 # A session of its own keeps the terminal's Ctrl-C away: the agent passes it on, once.
                 speaks = first + index == 0
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "shardwise.launch.rank", str(os.getpid()), *plan.arguments],
+                    [sys.executable, "-m", "shardwise.cli.rank_process", str(os.getpid()), *plan.arguments],
                     env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if speaks else stream, stderr=stream,
                     start_new_session=True,
                 )  # fmt: skip

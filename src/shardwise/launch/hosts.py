@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.config.schema import Run

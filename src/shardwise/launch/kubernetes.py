@@ -13,7 +13,7 @@ import time
 from pathlib import PurePosixPath
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.launch.submission import INSTALLED, PORT, Submission, as_yaml, output_of, single_line, tool
 from shardwise.launch.token import VARIABLE, make_token
 

@@ -16,19 +16,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardwise.errors import Interrupted, OutOfMemory, RunFailed, UserError
-from shardwise.hide import hide
-from shardwise.launch.cpu import cpu_env, threads_for
+from shardwise.core.cpu_probe import cpu_env, threads_for
+from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, UserError
+from shardwise.core.redact import hide
+from shardwise.foresight.prepare import write_job
 from shardwise.launch.group import POLL, let_them_speak
-from shardwise.train.job import Job, write_job
-from shardwise.train.status import read_status
-from shardwise.train.worker import logs_of
+from shardwise.resolved_run import Job
+from shardwise.train.status import STACKS, logs_of, read_status
 
 # Ranks vote as a step begins: a signal that meets them within one is acted on at the end of the next.
 STOPPING = "stopping after this step or the next, and saving; {again} ends at once"
 AGAIN = {signal.SIGINT: "Ctrl-C again", signal.SIGTERM: "a second SIGTERM"}
 TIMED_OUT = ("Timed out", "timeout")
-STACKS = "stacks.txt"  # of a run that stalled
 FAILURE = "failure.json"  # the supervisor's last word
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TIMED_OUT, "NCCL", "recvValue", "Socket")
 PASSING = ("CUDA error", "Input/output error", "Stale file handle", "Resource temporarily unavailable")
@@ -40,8 +39,8 @@ def launch(job: Job) -> None:
     A run that lost a rank is started again from its last checkpoint, as often as `restarts` says.
     """
     from shardwise.checkpoint.host_copies import freed
-    from shardwise.survive.restarts import Lost, Restarts
-    from shardwise.zero.disk import remove_left_overs
+    from shardwise.launch.restarts import Lost, Restarts
+    from shardwise.parallel.offload.disk import remove_left_overs
 
     logs_of(job.output).mkdir(parents=True, exist_ok=True)
     logs = logs_of(job.output)
@@ -122,7 +121,7 @@ def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Pat
     with (logs / f"rank-{rank}.log").open("wb") as log:
         # A session of its own keeps the terminal's Ctrl-C from reaching the ranks directly: we pass it on, once.
         return subprocess.Popen(
-            [sys.executable, "-m", "shardwise.train.worker", str(job_file), str(os.getpid())],
+            [sys.executable, "-m", "shardwise.launch.worker", str(job_file), str(os.getpid())],
             env=env, stdin=subprocess.DEVNULL, stdout=None if rank == 0 else log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
@@ -173,7 +172,7 @@ def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Pat
 
 def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
     """The one cause among the deaths: a killed rank before a lost connection, the user's mistake before both."""
-    from shardwise.survive.restarts import Lost, Wrong
+    from shardwise.launch.restarts import Lost, Wrong
 
     notes = {}
     for rank in range(len(codes)):

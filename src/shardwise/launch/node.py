@@ -29,13 +29,13 @@ from typing import Any
 from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.host_copies import HOST_VARIABLE, forget_copies, newest_copy
 from shardwise.config.units import in_words
-from shardwise.errors import UserError
-from shardwise.launch import waiting
+from shardwise.core.errors import UserError
+from shardwise.core.waiting import Waiting
+from shardwise.launch import rendezvous_progress as waiting
 from shardwise.launch.group import Ended, Group, Plan
-from shardwise.launch.link import Keeper, Line, Place, free_port, interface_towards, lead
-from shardwise.launch.meeting import Answer, Meeting, Report, Rules, Seat
+from shardwise.launch.rendezvous import Answer, Meeting, Report, Rules, Seat
+from shardwise.launch.rendezvous_link import Keeper, Line, Place, free_port, interface_towards, lead
 from shardwise.launch.token import HOW, take_token
-from shardwise.launch.waiting import Waiting
 
 TICK, BEAT = 0.1, 1.0  # seconds between looks at the ranks, and between reports
 SHARED = 8.0  # seconds for another host's file to appear in the output folder
@@ -309,7 +309,7 @@ def _outcome(group: Group, ended: Ended) -> dict[str, Any]:
 def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
     """Checks the run for every number of hosts, then runs this host's part of it; the exit code."""
     from shardwise.config.load import load_run
-    from shardwise.launch.cpu import threads_for
+    from shardwise.core.cpu_probe import threads_for
     from shardwise.launch.hosts import check_sizes, parse_hosts, ranks_here
 
     token = take_token(asked.token_file)

@@ -33,7 +33,7 @@ class Host:
         """An address and a port where agents could meet."""
         import ray
 
-        from shardwise.launch.link import free_port
+        from shardwise.launch.rendezvous_link import free_port
 
         return str(ray.util.get_node_ip_address()), free_port()
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.errors import RunFailed, UserError
+from shardwise.core.errors import RunFailed, UserError
 from shardwise.launch.submission import HERE, Submission
 
 ADDRESS = "http://127.0.0.1:8265"  # where Ray's dashboard is, unless RAY_ADDRESS or --address says so

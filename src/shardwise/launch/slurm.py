@@ -6,7 +6,7 @@ import shlex
 import time
 from pathlib import Path
 
-from shardwise.errors import RunFailed, UserError
+from shardwise.core.errors import RunFailed, UserError
 from shardwise.launch.submission import HERE, INSTALLED, Submission, follow_file, output_of, single_line, tool
 from shardwise.launch.token import VARIABLE
 

@@ -16,7 +16,7 @@ import threading
 import time
 from types import FrameType
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.launch.submission import HERE, PORT, Submission, tool
 from shardwise.launch.token import VARIABLE, make_token
 

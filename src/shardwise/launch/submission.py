@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.config.units import in_words, parse_duration
-from shardwise.errors import RunFailed, UserError
+from shardwise.core.errors import RunFailed, UserError
 from shardwise.launch.hosts import Hosts
 
 PORT = 29400

@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Literal
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 VARIABLE = "SHARDWISE_MEETING_TOKEN"
 LEAST = 16  # characters: a word would be guessed

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwise.acting import indices_where, kind_of
+from shardwise.core.effective_device import indices_where, kind_of
 from shardwise.data.loader import IGNORE, MicroBatch
-from shardwise.objectives.base import Loss, sum_by_source, token_loss
-from shardwise.objectives.head import HeadLoss
+from shardwise.nn.attention.document_mask import RowsMask
+from shardwise.nn.objective import Loss, sum_by_source
+from shardwise.objectives.head import HeadLoss, token_loss
 
 
 class CausalObjective:
@@ -34,7 +35,7 @@ class CausalObjective:
         if batch.attention_mask is not None:
             inputs["attention_mask"] = batch.attention_mask
         elif self._apart and batch.documents is not None:
-            inputs["attention_mask"] = batch.documents.mask()
+            inputs["attention_mask"] = RowsMask(batch.documents)
         return inputs
 
     def logits(self, model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

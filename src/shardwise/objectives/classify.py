@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.data.rows import RowBatch
-from shardwise.objectives.base import Loss, sum_by_source
+from shardwise.nn.objective import Loss, sum_by_source
 
 
 class ClassifyObjective:

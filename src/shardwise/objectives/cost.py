@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardwise.config.axes import shard_size
 from shardwise.config.objectives import Distill
-from shardwise.models.frozen import frozen_bytes
 from shardwise.objectives.reference import needs_copy
-from shardwise.parallel.mesh import shard_size
+from shardwise.parallel.frozen_model import frozen_bytes
 
 if TYPE_CHECKING:
-    from shardwise.train.job import Job
+    from shardwise.resolved_run import Job
 
 
 def held_besides(job: Job) -> Iterator[tuple[str, str, float, str]]:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.config.objectives import Distill
-from shardwise.data.taught import TaughtBatch
-from shardwise.models.build import vocabulary_size
-from shardwise.objectives.base import Loss, sum_by_source
+from shardwise.data.distillation_batch import TaughtBatch
+from shardwise.nn.models.build import vocabulary_size
+from shardwise.nn.objective import Loss, sum_by_source
 from shardwise.objectives.causal import CausalObjective
 
 if TYPE_CHECKING:
-    from shardwise.parallel.mesh import World
-    from shardwise.train.job import Job
-    from shardwise.zero.stages import ShardedModel
+    from shardwise.distributed.mesh import World
+    from shardwise.parallel.zero.stages import ShardedModel
+    from shardwise.resolved_run import Job
 
 
 def likeliest(log_probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +102,7 @@ def make_distill(
     job: Job, world: World, sharded: ShardedModel, apart: bool, say: Callable[[str], None]
 ) -> DistillObjective:
     """Loads the teacher, or asks it for what is not stored yet and lets it go."""
-    from shardwise.objectives.asking import ask_teacher, missing_answers
+    from shardwise.objectives.teacher_log_probs import ask_teacher, missing_answers
 
     settings, found = job.run.objective, job.teacher
     assert isinstance(settings, Distill) and found is not None
@@ -116,8 +116,8 @@ def make_distill(
 
 def load_teacher(job: Job, world: World, say: Callable[[str], None]) -> TeacherLogProbs:
     """The teacher, frozen and divided over the ranks, and checked as the model itself is."""
-    from shardwise.models.frozen import build_frozen
-    from shardwise.train.setup import check_documents
+    from shardwise.parallel.frozen_model import build_frozen
+    from shardwise.parallel.selfcheck import check_documents
 
     assert job.teacher is not None
     source = job.teacher.source

@@ -20,13 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardwise.acting import indices_where, kind_of
+from shardwise.core.effective_device import indices_where, kind_of
 from shardwise.data.loader import IGNORE
-from shardwise.kernels.add_product import add_product_
-from shardwise.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
-from shardwise.parallel.local import offset_of, to_local, to_whole
-from shardwise.zero.collectives import all_gather
-from shardwise.zero.stages import ShardedModel
+from shardwise.nn.kernels.add_product import add_product_
+from shardwise.nn.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
+from shardwise.nn.objective import Loss, sum_by_source
+from shardwise.parallel.tensor.local import offset_of, to_local, to_whole
+from shardwise.parallel.zero.collectives import all_gather
+from shardwise.parallel.zero.stages import ShardedModel
 
 # Logits at a time. On a GPU pieces large enough for its matrix products; on a CPU few enough to be no matter.
 PIECE = {"cuda": 1 << 29, "cpu": 1 << 24}
@@ -215,3 +216,9 @@ def _everyones(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     found = mine.new_empty(mesh.size() * mine.numel())
     all_gather(found, mine.flatten(), group=mesh.get_group())
     return found.view(mesh.size(), -1)
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor | None, source_count: int) -> Loss:
+    """Cross-entropy summed over the labels that are not ignored. Never waits for the device."""
+    losses = token_losses(logits.flatten(0, 1), labels.flatten())
+    return sum_by_source(losses, labels.flatten() != IGNORE, sources, source_count)

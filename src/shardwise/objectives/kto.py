@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shardwise.config.objectives import Kto
-from shardwise.data.judged_layout import JudgedBatch
-from shardwise.objectives.base import Loss
-from shardwise.objectives.judged import AnswerLogProbs, Reference, judged_loss
+from shardwise.data.preference_layout import JudgedBatch
+from shardwise.nn.objective import Loss
+from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
 
 
 class KtoObjective:

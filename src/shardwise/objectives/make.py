@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardwise.objectives.base import Objective
+from shardwise.nn.objective import Objective
 from shardwise.objectives.causal import CausalObjective
 from shardwise.objectives.classify import ClassifyObjective
 from shardwise.objectives.head import join_head
@@ -13,11 +13,11 @@ from shardwise.objectives.masked import MaskedObjective
 from shardwise.objectives.seq2seq import Seq2seqObjective
 
 if TYPE_CHECKING:
-    from shardwise.parallel.mesh import World
-    from shardwise.routers.watch import RouterLosses
-    from shardwise.train.job import Job
-    from shardwise.train.selfcheck import Whole
-    from shardwise.zero.stages import ShardedModel
+    from shardwise.distributed.mesh import World
+    from shardwise.parallel.routers.hooks import RouterLosses
+    from shardwise.parallel.selfcheck import Whole
+    from shardwise.parallel.zero.stages import ShardedModel
+    from shardwise.resolved_run import Job
 
 
 def make_objective(
@@ -33,7 +33,7 @@ def make_objective(
 
     `asked`: who answers for the model where it cannot be asked itself. `routers`: watches those of the model.
     """
-    from shardwise.routers.watch import RoutedObjective
+    from shardwise.parallel.routers.hooks import RoutedObjective
 
     plain = _plain(job, world, sharded, apart, asked, say)
     return plain if routers is None else RoutedObjective(plain, routers)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.data.rows import RowBatch
-from shardwise.objectives.base import Loss, token_loss
-from shardwise.objectives.head import likeliest
+from shardwise.nn.objective import Loss
+from shardwise.objectives.head import likeliest, token_loss
 
 
 class MaskedObjective:

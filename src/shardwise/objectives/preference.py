@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.config.objectives import Dpo, Orpo
-from shardwise.data.judged_layout import JudgedBatch
-from shardwise.objectives.base import Loss
-from shardwise.objectives.judged import AnswerLogProbs, Reference, judged_loss
+from shardwise.data.preference_layout import JudgedBatch
+from shardwise.nn.objective import Loss
+from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
 
 CERTAIN = -1e-6  # mean log-probability from which an answer's odds are no longer told apart from infinite ones
 

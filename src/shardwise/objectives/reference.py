@@ -1,8 +1,8 @@
 """The model as it was before training, for objectives that measure against it.
 
 An adapter's base is that model already: with the adapters switched off nothing else is held. Where the weights
-themselves are trained, it is a frozen copy (models/frozen.py), made from the run's first files also when the run is
-resumed.
+themselves are trained, it is a frozen copy (parallel/frozen_model.py), made from the run's first files also when the
+run is resumed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.schema import Run
-from shardwise.models.frozen import build_frozen
-from shardwise.objectives.judged import Reference
+from shardwise.objectives.answer_log_probs import Reference
+from shardwise.parallel.frozen_model import build_frozen
 
 if TYPE_CHECKING:
-    from shardwise.parallel.mesh import World
-    from shardwise.train.job import Job
+    from shardwise.distributed.mesh import World
+    from shardwise.resolved_run import Job
 
 
 def needs_copy(run: Run) -> bool:
@@ -41,7 +41,7 @@ def make_reference(job: Job, world: World) -> Reference:
 @contextmanager
 def without_adapters(model: Any) -> Iterator[Any]:
     """The base of a model with adapters; without dropout, whatever mode the model is in."""
-    from shardwise.adapters.layers import adapter_disabled
+    from shardwise.nn.adapters.layers import adapter_disabled
 
     training = model.training
     model.eval()

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from shardwise.data.layout import IGNORE
+from shardwise.core.labels import IGNORE
 from shardwise.data.rows import RowBatch
-from shardwise.objectives.base import Loss, token_loss
+from shardwise.nn.objective import Loss
+from shardwise.objectives.head import token_loss
 
 
 class Seq2seqObjective:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.observe.tables import Tables
 
 Record = dict[str, Any]

@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.observe.metrics import Record
 
 _GAP = 2

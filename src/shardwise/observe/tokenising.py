@@ -17,7 +17,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from shardwise.data.visible import one_line
+from shardwise.core.printable import one_line
 from shardwise.observe.progress import _duration, _mode, _rate
 
 _PLAIN_INTERVAL = 10.0  # seconds between lines in a log

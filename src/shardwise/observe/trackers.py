@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.hide import hide
+from shardwise.core.redact import hide
 from shardwise.observe.metrics import Record, flat
 
 NESTED = {"losses": "loss", "breakdown": "seconds"}  # mappings within a record, and what their entries are called

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.acting import count_of
+from shardwise.core.effective_device import count_of
 from shardwise.optim.codecs import columns
 from shardwise.optim.grouped import evaluated
 from shardwise.optim.norms import norm_of

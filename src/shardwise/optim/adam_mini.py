@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.acting import count_of
+from shardwise.core.effective_device import count_of
 from shardwise.optim.grouped import Grouped
 from shardwise.optim.shards import local_grad, local_of, new_step, zeros_beside
 

@@ -68,3 +68,14 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model:
         return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
     rule = rule_of(train.optimizer, betas)
     return Elementwise(groups, rule, kind, lr=rate, betas=betas, eps=eps, seed=train.seed)
+
+
+def state_bytes(train: Train) -> float:
+    """Bytes per parameter of the optimizer's states, the masters apart; muon's are those of a matrix."""
+    whole = {"adafactor": 0.1, "adam-mini": 4.0, "muon": 4.0}
+    if train.optimizer in whole:
+        return whole[train.optimizer]
+    return STORED[state_kind(train)] * len(rule_of(train.optimizer, train.betas).states)
+
+
+STORED = {"fp32": 4.0, "bf16": 2.0, "8bit": 1.04, "4bit": 0.54}  # bytes per element of a state

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.acting import count_of, kind_of, stands_in
+from shardwise.core.effective_device import count_of, kind_of, stands_in
 from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Codec, Kind, Parts, codec_of, columns, mix, part_name
 from shardwise.optim.grouped import Grouped
 from shardwise.optim.rules import AdamW, Hyper, Rule
@@ -130,7 +130,7 @@ class Elementwise(Grouped):
         if stands_in():
             piece.param.add_(piece.grad)
             return
-        from shardwise.optim import fused
+        from shardwise.optim.kernels import coded_adamw as fused
 
         first, second = (piece.states[name] for name in self.rule.states)
         codecs: Any = first.codec, second.codec

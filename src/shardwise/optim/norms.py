@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.acting import kind_of
+from shardwise.core.effective_device import kind_of
 
 ROW = 1024
 

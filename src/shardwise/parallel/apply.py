@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.schema import Parallel
+from shardwise.distributed.mesh import World
+from shardwise.nn.tiny.case import Case, Refused
 from shardwise.parallel.context.install import install_context
-from shardwise.parallel.expert import spread_experts
-from shardwise.parallel.mesh import World
+from shardwise.parallel.expert.apply import spread_experts
+from shardwise.parallel.parallel_context import Spread
 from shardwise.parallel.pipeline import Pipeline, Stages, cut_model, probe
 from shardwise.parallel.pipeline.cut import sizes_of
 from shardwise.parallel.pipeline.schedule import schedule_of
-from shardwise.parallel.roles import find_roles
-from shardwise.parallel.spread import Spread
-from shardwise.parallel.tensor import divide_tensor
-from shardwise.parallel.trial import Case, Refused
+from shardwise.parallel.tensor.apply import divide_tensor
+from shardwise.parallel.tensor.roles import find_roles
 
 Blocks = list[tuple[str, nn.Module]]
 

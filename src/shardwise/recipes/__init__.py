@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 FOLDER = Path(__file__).parent
 

@@ -20,9 +20,9 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardwise.errors import Interrupted, UserError
+from shardwise.core.errors import Interrupted, UserError
+from shardwise.nn.generate import NO_TEMPLATE, Message, Reply, Sampling, context_length, prompt_ids, reply
 from shardwise.serve.compare import harmless, other_title, show_answers
-from shardwise.serve.generate import NO_TEMPLATE, Message, Reply, Sampling, context_length, prompt_ids, reply
 from shardwise.serve.transcript import append_chat_row, read_chat_row
 
 HELP = """\

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from shardwise.serve.generate import Sampling
+from shardwise.nn.generate import Sampling
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.serve.generate import Reply
+from shardwise.nn.generate import Reply
 
 WIDE = 100  # columns from which two answers fit beside each other
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
+from shardwise.nn.generate import Sampling
 from shardwise.serve.batch import Batch
-from shardwise.serve.generate import Sampling
 from shardwise.serve.kv import can_join
 from shardwise.serve.models import Models, Served
 from shardwise.serve.rows import Ask, Event, Row

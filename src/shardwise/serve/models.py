@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.serve.generate import context_length, stop_ids
+from shardwise.core.errors import UserError
+from shardwise.nn.generate import context_length, stop_ids
 
 Loader = Callable[[str], tuple[Any, Any]]
 ADAPTER_FILE = "adapter_config.json"  # as PEFT names it
@@ -125,8 +125,8 @@ def _wearing(name: str, model: Any, tokenizer: Any, folder: Path | None, changed
     """A base under one of its names: with the adapter of a folder, or bare."""
     from transformers import AutoTokenizer
 
-    from shardwise.adapters.library import load_adapters, use_adapter
     from shardwise.data.fingerprint import check_fingerprint
+    from shardwise.nn.adapters.library import load_adapters, use_adapter
 
     if folder is None:
         return Served(name, model, tokenizer, lambda: use_adapter(model, None))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.models.build import vocabulary_size
-from shardwise.serve.generate import prompt_ids, room_after, text_ids
+from shardwise.core.errors import UserError
+from shardwise.nn.generate import prompt_ids, room_after, text_ids
+from shardwise.nn.models.build import vocabulary_size
 from shardwise.serve.models import Served
 from shardwise.serve.protocol import ChatRequest, Refused, TextRequest
 from shardwise.serve.rows import Ask

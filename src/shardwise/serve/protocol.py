@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from shardwise.serve.generate import Message, Sampling
+from shardwise.nn.generate import Message, Sampling
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Whole = Annotated[int, Field(ge=1)]

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 _FORGET = 10_000  # clients that are remembered; full buckets are dropped beyond that

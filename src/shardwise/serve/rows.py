@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardwise.nn.generate import Pieces, Sampling
 from shardwise.serve.choose import Chooser, Scored
-from shardwise.serve.generate import Pieces, Sampling
 from shardwise.serve.models import Served
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardwise.errors import UserError
-from shardwise.serve.generate import Message
+from shardwise.core.errors import UserError
+from shardwise.nn.generate import Message
 
 Turns = list[tuple[str, str]]
 

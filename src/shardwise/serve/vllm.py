@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.serve.command import Options

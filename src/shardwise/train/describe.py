@@ -13,31 +13,32 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.adapters.apply import apply_method
-from shardwise.adapters.describe import method_lines
 from shardwise.checkpoint.folders import step_folder
-from shardwise.config.compat import remarks
+from shardwise.config.combinations import remarks
+from shardwise.config.paths import flatten
 from shardwise.config.units import human
 from shardwise.data.epochs import stream_in_words
-from shardwise.models.build import build_on_meta, find_blocks
+from shardwise.distributed.mesh import Layout, layout_of
+from shardwise.distributed.mesh_diagram import axis_lines, picture
+from shardwise.nn.adapters.apply import apply_method
+from shardwise.nn.models.build import build_on_meta, find_blocks
 from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
-from shardwise.parallel.mesh import Layout, layout_of
-from shardwise.parallel.picture import axis_lines, picture
+from shardwise.parallel.offload.policy import float8_gathers, held_by_place
 from shardwise.parallel.pipeline.schedule import bubble, schedule_of, simulate
-from shardwise.routers.choose import chosen_in, told
-from shardwise.zero.plusplus import describe_collectives
-from shardwise.zero.policy import float8_gathers, held_by_place
-from shardwise.zero.stages import unmanaged
-from shardwise.zero.units import choose_units, describe_units
+from shardwise.parallel.routers.settings import chosen_in, told
+from shardwise.parallel.zero.plusplus import describe_collectives
+from shardwise.parallel.zero.stages import unmanaged
+from shardwise.parallel.zero.units import choose_units, describe_units
+from shardwise.train.describe_method import method_lines
 
 if TYPE_CHECKING:
     from shardwise.config.deepspeed import Entry
     from shardwise.config.load import LoadedRun
     from shardwise.config.resolve import Resolution
     from shardwise.config.schema import Run
-    from shardwise.train.job import Job
-    from shardwise.trainer import Result
+    from shardwise.resolved_run import Job
+    from shardwise.train.result import Result
 
 STAGES = {
     0: "nothing is sharded (every rank holds everything)",
@@ -260,12 +261,3 @@ def changed_settings(checkpoint: Path, run: Run) -> list[str]:
         for path, value in now.items()
         if before.get(path) != value and not path.startswith(own)
     ]
-
-
-def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted paths and their values; lists of sections are opened, other lists are values."""
-    if isinstance(value, dict) and value:
-        return [item for key, inner in value.items() for item in flatten(inner, f"{prefix}.{key}" if prefix else key)]
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [item for index, inner in enumerate(value) for item in flatten(inner, f"{prefix}.{index}")]
-    return [(prefix, value)]

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.data.epochs import micro_batches
 from shardwise.data.loader import Loader
-from shardwise.objectives.base import Loss, Objective
+from shardwise.nn.objective import Loss, Objective
 from shardwise.train.meter import told_by_source
 
 Several = Callable[[list[Any]], list[Loss]]

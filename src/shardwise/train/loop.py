@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,30 +11,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.apart.meeting import join_others
 from shardwise.checkpoint.folders import step_folder
-from shardwise.data.ahead import Ahead
+from shardwise.core.errors import RunFailed
 from shardwise.data.loader import StepBatch
-from shardwise.errors import RunFailed
+from shardwise.data.prefetcher import Ahead
+from shardwise.distributed.mesh import World
 from shardwise.export.command import SOON, export_folder
 from shardwise.export.facts import write_data
-from shardwise.models.attention import fast_attention
+from shardwise.nn.attention.varlen import fast_attention
 from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import read_metrics
 from shardwise.observe.pace import EVERY, Pace
+from shardwise.observe.prediction import beside_prediction
 from shardwise.optim.schedules import set_rates
-from shardwise.parallel.mesh import World
-from shardwise.plan.kept import beside_prediction
-from shardwise.survive.guard import Guard
+from shardwise.resolved_run import Job
 from shardwise.train.control import Control
+from shardwise.train.early_stopping import Watch
+from shardwise.train.guard import Guard
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
-from shardwise.train.job import Job
+from shardwise.train.outer_sync import NoSync
 from shardwise.train.profiling import Profiling
 from shardwise.train.report import Report
 from shardwise.train.samples import forget_samples_after, write_samples
 from shardwise.train.setup import Parts
 from shardwise.train.state import tensors_of, write_model
-from shardwise.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,15 @@ class Outcome:
     early: str = ""
 
 
-def fit(parts: Parts) -> Outcome:
-    """Trains from the parts' position to the last step, saving and evaluating on the way."""
+def fit(parts: Parts, join: Callable[[Parts], NoSync] = lambda _: NoSync()) -> Outcome:
+    """Trains from the parts' position to the last step, saving and evaluating on the way.
+
+    `join` enters the run into synchronisation with other workers (DiLoCo).
+    """
     run, world, position = parts.job.run, parts.world, parts.position
     save_every, eval_every, copy_every = run.checkpoint.every, run.train.eval_every, run.checkpoint.memory
     stop, loss, eval_loss = 0, None, None
-    meeting = join_others(parts)  # of workers that train apart: it may move the position on
+    meeting = join(parts)  # of workers that train apart: it may move the position on
     guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
     skipped = guard.resume(position)  # this too
     total = parts.meter.total = parts.job.last_step(position.step, position.sequences)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from shardwise.distributed.mesh import World
 from shardwise.observe.profile import UPDATE, Profile, recording
-from shardwise.parallel.mesh import World
 
 if TYPE_CHECKING:
-    from shardwise.train.job import Job
+    from shardwise.resolved_run import Job
 
 LONGEST = 100_000  # allocations that a snapshot remembers
 
@@ -73,7 +73,7 @@ def in_words(job: Job, found: Profile, tokens: int, world: World) -> str:
     """What the step was made of and what would make it faster."""
     from rich.console import Console
 
-    from shardwise.plan.bench_train import Speed, advise, show_profile
+    from shardwise.observe.profile_advice import Speed, advise, show_profile
 
     cuda = world.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated(world.device) if cuda else None

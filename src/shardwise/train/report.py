@@ -21,10 +21,10 @@ from shardwise.observe.progress import Progress
 from shardwise.observe.ranks import HostWatch, RankFile, host_file
 from shardwise.observe.tables import Tables
 from shardwise.observe.trackers import Trackers, openers_of
+from shardwise.parallel.selfcheck import without_gradient
 from shardwise.train.heldout import Evaluation
-from shardwise.train.selfcheck import without_gradient
 from shardwise.train.setup import Parts
-from shardwise.train.worker import logs_of
+from shardwise.train.status import logs_of
 
 LARGE = 50_000_000  # parameters from which writing and exporting take more than a moment
 BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shardwise.checkpoint.copies import Copies, NoCopies
 from shardwise.checkpoint.folders import list_checkpoints, put_aside, step_of
 from shardwise.checkpoint.integrity import Damage
-from shardwise.checkpoint.safe import SafeReader
 from shardwise.checkpoint.store import check_whole, choose_checkpoint, damage_in, in_words, refusal
+from shardwise.core.safe_pickle import SafeReader
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.acting import as_written
-from shardwise.models.attention import fast_attention
-from shardwise.serve.generate import context_length, prompt_ids, stop_ids, text_ids
+from shardwise.core.effective_device import as_written
+from shardwise.nn.attention.varlen import fast_attention
+from shardwise.nn.generate import context_length, prompt_ids, stop_ids, text_ids
 from shardwise.train.setup import Parts
 
 ROUND = 16  # tokens: rows are as long as a multiple of that, which products in 8 bits want

@@ -14,61 +14,66 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
-from shardwise.acting import as_written, compiled
-from shardwise.adapters.apply import apply_method
-from shardwise.adapters.fill import fill_adapters
-from shardwise.adapters.layers import multiply_bases_in_float8
 from shardwise.checkpoint.copies import Copies, NoCopies
-from shardwise.checkpoint.rows import Rows
 from shardwise.checkpoint.store import CheckpointStore, set_aside
 from shardwise.config.methods import Full
-from shardwise.config.resolve import purpose_of
 from shardwise.config.schema import Run
+from shardwise.core.dtypes import COMPUTE
+from shardwise.core.effective_device import as_written, compiled
+from shardwise.core.errors import UserError
+from shardwise.core.hardware.flops import flops_per_token, peak_flops
 from shardwise.data.loader import Loader
-from shardwise.data.purposes import ROW_PURPOSES
-from shardwise.errors import UserError
-from shardwise.models.attention import install
-from shardwise.models.build import build_on_meta, fill_random, find_blocks, materialise, vocabulary_size
-from shardwise.models.experts import use_grouped_experts
-from shardwise.models.float8 import use_float8
-from shardwise.models.tiles import tile_blocks
-from shardwise.models.weights import load_weights, new_parameters
-from shardwise.objectives.base import Objective
+from shardwise.distributed.lazy_rows import Rows
+from shardwise.distributed.mesh import World
+from shardwise.nn.adapters.apply import apply_method
+from shardwise.nn.adapters.fill import fill_adapters
+from shardwise.nn.adapters.layers import multiply_bases_in_float8
+from shardwise.nn.float8_linear import use_float8
+from shardwise.nn.models.build import build_on_meta, fill_random, find_blocks, materialise, vocabulary_size
+from shardwise.nn.models.weights import load_weights, new_parameters
+from shardwise.nn.moe.grouped_experts import use_grouped_experts
+from shardwise.nn.objective import Objective
+from shardwise.nn.tiled_mlp import tile_blocks
+from shardwise.nn.tiny.case import tiny_case
 from shardwise.objectives.make import make_objective
 from shardwise.observe.breakdown import OFF, Timer, timer_for
-from shardwise.observe.comms import watch_collectives
-from shardwise.observe.hardware import flops_per_token, peak_flops
 from shardwise.observe.pace import SampledTimer
 from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
+from shardwise.parallel.activations.block_inputs import BlockInputs
+from shardwise.parallel.activations.recompute_groups import keep_one_of
+from shardwise.parallel.activations.saved_attention import KeptAttention
 from shardwise.parallel.context.install import Context
-from shardwise.parallel.expert import count_loads
-from shardwise.parallel.mesh import World
-from shardwise.parallel.spread import Spread
-from shardwise.parallel.trial import tiny_case
-from shardwise.routers.install import install_routers
+from shardwise.parallel.expert.apply import count_loads
+from shardwise.parallel.offload.checkpoint_entries import masters
+from shardwise.parallel.offload.disk import DiskFolder
+from shardwise.parallel.offload.optimizer import OffloadedOptimizer
+from shardwise.parallel.offload.parameters import stub_out
+from shardwise.parallel.offload.pinned_memory import return_freed_memory
+from shardwise.parallel.offload.policy import (
+    eager_share,
+    float8_gathers,
+    keeps_whole,
+    offload_optimizer,
+    split_in,
+    store_in_bf16,
+)
+from shardwise.parallel.parallel_context import Spread
+from shardwise.parallel.routers.install import install_routers
+from shardwise.parallel.selfcheck import Undivided, Whole, check_documents
+from shardwise.parallel.zero.overlap import Sending, given, install_overlap
+from shardwise.parallel.zero.plusplus import install_collectives
+from shardwise.parallel.zero.stages import ShardedModel, shard_experts, shard_model
+from shardwise.parallel.zero.timed_collectives import watch_collectives
+from shardwise.parallel.zero.tuning import tune
+from shardwise.parallel.zero.units import explain_divided
+from shardwise.parallel.zero.update import Update
+from shardwise.resolved_run import Job
 from shardwise.train.describe import changed_settings
-from shardwise.train.job import Job
 from shardwise.train.meter import Meter
 from shardwise.train.resume import find_start, records, told
-from shardwise.train.selfcheck import Undivided, Whole, check_decoder, check_model
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status
-from shardwise.zero.activations import BlockInputs
-from shardwise.zero.disk import DiskFolder
-from shardwise.zero.entries import masters
-from shardwise.zero.groups import keep_one_of
-from shardwise.zero.host import return_freed_memory
-from shardwise.zero.kept_attention import KeptAttention
-from shardwise.zero.offload import OffloadedOptimizer
-from shardwise.zero.overlap import Sending, given, install_overlap
-from shardwise.zero.plusplus import install_collectives
-from shardwise.zero.policy import eager_share, float8_gathers, keeps_whole, offload_optimizer, split_in, store_in_bf16
-from shardwise.zero.shelf import stub_out
-from shardwise.zero.stages import COMPUTE, ShardedModel, shard_experts, shard_model
-from shardwise.zero.tuning import tune
-from shardwise.zero.units import explain_divided
-from shardwise.zero.update import Update
 
 
 @dataclass
@@ -278,28 +283,6 @@ def build_parts(
         job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
         position, meter, status, spread, timer, copies, damaged,
     )  # fmt: skip
-
-
-def check_documents(
-    sharded: Whole, vocabulary: int, job: Job, device: torch.device, say: Callable[[str], None]
-) -> bool:
-    """Checks the model; returns whether packed rows bring their documents, or positions alone."""
-    run, trouble = job.run, ""
-    if (purpose := purpose_of(run)) in ROW_PURPOSES:  # others may look ahead as they like
-        if purpose == "seq2seq":
-            check_decoder(sharded, vocabulary, job.source.label, device)
-        return False
-    packing, known = bool(run.data.packing), job.source.documents  # as models/definition.py found on a tiny model
-    if packing and (run.attention == "auto" and install(sharded.model) if known is None else known):
-        try:
-            check_model(sharded, vocabulary, True, job.source.label, device, documents=True)
-            return True
-        except Exception as error:  # a model's own code may choke on a mask that is no tensor: the plain path decides
-            trouble = str(getattr(error, "problem", error))
-    check_model(sharded, vocabulary, packing, job.source.label, device)
-    if trouble:
-        say(f"attention: plain for this model ({trouble})")
-    return False
 
 
 def check_divided_rows(context: Context, packing: bool, say: Callable[[str], None]) -> None:

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.adapters.export import write_adapter_config
-from shardwise.checkpoint.safe import SafeReader
+from shardwise.checkpoint.adapter_state import write_adapter_config
 from shardwise.checkpoint.store import check_same_data, load_tensors, read_trainer
+from shardwise.core.safe_pickle import SafeReader
 from shardwise.data.fingerprint import write_fingerprint
-from shardwise.models.adapt import changed_settings
-from shardwise.models.build import FLAG, class_name
-from shardwise.models.origin import raw_config, same_class, write_origin
-from shardwise.zero.entries import entries
-from shardwise.zero.offload import OffloadedOptimizer
-from shardwise.zero.stages import ShardedModel
+from shardwise.nn.models.adapt import changed_settings
+from shardwise.nn.models.build import FLAG, class_name
+from shardwise.nn.models.origin import raw_config, same_class, write_origin
+from shardwise.parallel.offload.checkpoint_entries import entries
+from shardwise.parallel.offload.optimizer import OffloadedOptimizer
+from shardwise.parallel.zero.stages import ShardedModel
 
 if TYPE_CHECKING:
-    from shardwise.train.job import Job
+    from shardwise.resolved_run import Job
 
 
 @dataclass

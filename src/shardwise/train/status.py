@@ -33,3 +33,11 @@ def read_status(file: Path) -> tuple[int, str]:
         return int(step), doing.strip()
     except (OSError, ValueError):
         return 0, "starting"
+
+
+def logs_of(output: Path) -> Path:
+    """Where the ranks' logs, notes and last words lie."""
+    return output / "logs"
+
+
+STACKS = "stacks.txt"  # of a run that stalled

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.watch.finder import Finder, check_roots
 
 INSTALL = "pip install 'shardwise[watch]'; or use --terminal or --html, which need nothing else"
@@ -77,7 +77,7 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
     """The server over a socket that listens already."""
     import uvicorn
 
-    from shardwise.serve.command import is_loopback
+    from shardwise.core.network import is_loopback
     from shardwise.serve.impatient import Impatient
     from shardwise.watch.app import Door, Pages
 
@@ -101,7 +101,7 @@ def _look_ahead(finder: Finder) -> None:
 
 def find_token(host: str, variable: str | None) -> str | None:
     """The token: from the environment, made where the network can reach us, none on this machine alone."""
-    from shardwise.serve.command import is_loopback
+    from shardwise.core.network import is_loopback
 
     if variable is not None:
         token = os.environ.get(variable, "").strip()
@@ -114,7 +114,7 @@ def find_token(host: str, variable: str | None) -> str | None:
 
 def listen(host: str, port: int | None) -> socket.socket:
     """A listening socket; the usual port may be taken by another dashboard, and then any will do."""
-    from shardwise.serve.command import bind
+    from shardwise.core.network import bind
 
     if port is not None:
         return bind(host, port)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 from shardwise.watch.folder import RunFolder
 
 DEPTH = 5  # folders below the one that was named

@@ -257,6 +257,6 @@ def _parts(
 
 
 def _prediction(folder: Path) -> dict[str, Any] | None:
-    made = read_json(folder / "prediction.json")  # as plan/kept.py leaves it, which would load torch
+    made = read_json(folder / "prediction.json")  # as observe/prediction.py leaves it, which would load torch
     names = ("memory", "foreseen_bytes", "foreseen_seconds", "limit", "device", "kind")
     return {name: made.get(name) for name in names} if made else None

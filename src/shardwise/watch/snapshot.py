@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.observe.pages import check_page, write_page
+from shardwise.core.atomic_file import check_page, write_page
+from shardwise.core.errors import UserError
 from shardwise.watch.files import page_file
 from shardwise.watch.finder import Finder
 from shardwise.watch.folder import RunFolder, differences

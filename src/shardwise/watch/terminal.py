@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.asked import Asked
+from shardwise.core.stop_requested import Asked
 from shardwise.observe.curve import Series, terminal_curve
 from shardwise.observe.progress import _duration, _gibibytes, _rate, _six
 from shardwise.watch.finder import Finder

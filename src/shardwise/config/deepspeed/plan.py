@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from shardwise.config.paths import place
 from shardwise.config.schema import Run
 from shardwise.config.units import parse_number, parse_size
-from shardwise.errors import UserError
+from shardwise.core.errors import UserError
 
 Verdict = Literal["honoured", "no effect", "refused"]
 MISSING: Any = object()

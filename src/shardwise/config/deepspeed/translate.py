@@ -15,7 +15,7 @@ from shardwise.config.deepspeed.batch import Batch, put_batch
 from shardwise.config.deepspeed.plan import MISSING, Entry, NoEffect, Plan, Verdict, find, show
 from shardwise.config.deepspeed.table import TABLE, Key
 from shardwise.config.explain import near_file
-from shardwise.errors import UserError, together
+from shardwise.core.errors import UserError, together
 
 
 @dataclass(frozen=True)

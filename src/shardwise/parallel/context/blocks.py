@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.acting import kind_of, stands_in
-from shardwise.models.attention import Scores
+from shardwise.core.effective_device import kind_of, stands_in
+from shardwise.nn.attention.varlen import Scores
 from shardwise.parallel.context.mask import Rule
 from shardwise.parallel.context.split import Layout
 

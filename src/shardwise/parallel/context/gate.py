@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
-from shardwise.models.attention import Scores, install
-from shardwise.models.build import find_blocks
-from shardwise.models.documents import Documents
-from shardwise.models.shrink import shrink
-from shardwise.models.source import quiet
+from shardwise.nn.attention.varlen import Scores, install
+from shardwise.nn.models.build import find_blocks
+from shardwise.nn.models.source import quiet
+from shardwise.nn.tiny.case import FIRST, Refused
+from shardwise.nn.tiny.shrink import shrink
 from shardwise.parallel.context.blocks import block_of, merge, sunk, wide
 from shardwise.parallel.context.gather import Calls, call_changed, modules_of
 from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.split import Layout, split_batch
-from shardwise.parallel.trial import FIRST, Refused
 
 RANKS, WIDTH = 2, 20  # a width, and half of it, that no other size of a tiny model has
 PACKED = [[7, 13], [12, 8]]  # documents across the borders of parts, longer than windows of tiny models

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from shardwise.nn.tiny.case import Refused
 from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.split import chunks_of, take_columns
-from shardwise.parallel.trial import Refused
-from shardwise.zero.collectives import all_gather
+from shardwise.parallel.zero.collectives import all_gather
 
 
 @dataclass(frozen=True)

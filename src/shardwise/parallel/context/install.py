@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.nn.tiny.case import Refused
 from shardwise.parallel.context.gate import Findings, ask_registry, examine, first_position
 from shardwise.parallel.context.gather import Gathering, modules_of
 from shardwise.parallel.context.mask import Attends, ContextRows
@@ -15,7 +16,6 @@ from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.ring import Ring
 from shardwise.parallel.context.split import Batch, split_batch
 from shardwise.parallel.context.ulysses import Ulysses, check_heads
-from shardwise.parallel.trial import Refused
 
 Kind = Literal["ulysses", "ring"]
 

@@ -1,10 +1,10 @@
 """The mask that travels with a divided batch: no tensor, but what every rank knows of all.
 
-[Note: context masks] `ContextRows` goes in as a model's `attention_mask`; transformers' mask functions ask it, through
-the registry of models/attention.py, what the blocks get: a `ContextMask`, which holds the rule (causal, a window, ...)
-by which positions see each other, and attends by itself. It is among a block's arguments, so that a block computed
-again in backward finds it there. There is no tensor of (width, width) that would be right in its place, since the keys
-are elsewhere: code that asks for one is refused.
+[Note: context masks] `ContextRows` goes in as a model's `attention_mask`; transformers' mask functions ask it,
+through the registry of nn/attention/varlen.py, what the blocks get: a `ContextMask`, which holds the rule (causal, a
+window, ...) by which positions see each other, and attends by itself. It is among a block's arguments, so that a
+block computed again in backward finds it there. There is no tensor of (width, width) that would be right in its
+place, since the keys are elsewhere: code that asks for one is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.models.attention import Scores
-from shardwise.models.documents import OwnMask, OwnRows, RowsMask
+from shardwise.nn.attention.document_mask import OwnMask, OwnRows, RowsMask
+from shardwise.nn.attention.varlen import Scores
+from shardwise.nn.tiny.case import Refused
 from shardwise.parallel.context.split import Layout
-from shardwise.parallel.trial import Refused
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from shardwise.models.build import find_blocks
+from shardwise.nn.models.build import find_blocks
 from shardwise.parallel.context.mask import ContextRows
 
 GROWING = ("dynamic", "longrope")

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.models.attention import Scores
+from shardwise.distributed.shared_gpu import goes_by_host
+from shardwise.nn.attention.varlen import Scores
 from shardwise.parallel.context.blocks import block_of, grad_of_sinks, merge, sunk, wide
 from shardwise.parallel.context.mask import ContextMask, Rule
 from shardwise.parallel.context.split import Layout
-from shardwise.parallel.shared_card import goes_by_host
 
 KEYS, GRADIENTS = 0, 1  # tags: both are under way at the same time
 

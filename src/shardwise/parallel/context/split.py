@@ -15,12 +15,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from shardwise.data.layout import IGNORE
+from shardwise.core.errors import UserError
+from shardwise.core.labels import IGNORE
+from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
 from shardwise.data.rows import RowBatch
-from shardwise.errors import UserError
-from shardwise.models.documents import Documents, RowsMask
-from shardwise.parallel.trial import Refused
+from shardwise.nn.attention.document_mask import RowsMask
+from shardwise.nn.tiny.case import Refused
 
 Batch = TypeVar("Batch", MicroBatch, RowBatch)
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.models.attention import Scores, attend_documents, largest_head
-from shardwise.models.documents import DocumentMask
+from shardwise.nn.attention.document_mask import DocumentMask
+from shardwise.nn.attention.varlen import Scores, attend_documents, largest_head
+from shardwise.nn.tiny.case import Refused
 from shardwise.parallel.context.mask import ContextMask
 from shardwise.parallel.context.ring import attend_whole
 from shardwise.parallel.context.split import Layout
-from shardwise.parallel.trial import Refused
 
 HEADS, SEQUENCE = 1, 2
 
@@ -60,7 +60,7 @@ class Ulysses:
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
     ) -> torch.Tensor:
-        """Of whole rows: by the kernels of models/attention.py where they know the rule."""
+        """Of whole rows: by the kernels of nn/attention/varlen.py where they know the rule."""
         layout, rule = mask.layout, mask.rule
         usual = scores.softcap is None and scores.sinks is None and rule.chunk is None and rule.sides is None
         whole = Layout(layout.on(q.device), layout.real, 1, 0, zigzag=False)

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.models.build import find_blocks
-from shardwise.parallel.trial import Refused
+from shardwise.nn.models.build import find_blocks
+from shardwise.nn.tiny.case import Refused
 
 Place = tuple[int | str, int]  # a tensor among the arguments of a call: the argument, and which tensor within it
 

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from shardwise.models.build import find_blocks
+from shardwise.nn.models.build import find_blocks
+from shardwise.nn.tiny.case import Answer, Case, Refused, gradients_of, judge
 from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Facts, Like, Output, Place, Shape
 from shardwise.parallel.pipeline.schedule import Schedule
 from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
-from shardwise.parallel.trial import Answer, Case, Refused, gradients_of, judge
 
 ROWS, WIDTH = 2, 12
 

@@ -17,9 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.parallel.pipeline.mail import Links, Mail, make_links, shapes_of
+from shardwise.parallel.pipeline.comm import Links, Mail, make_links, shapes_of
 from shardwise.parallel.pipeline.schedule import Action, Orders, Schedule, Span
-from shardwise.parallel.pipeline.split import backward_of_inputs, backward_of_weights, check_split, finish_split
+from shardwise.parallel.pipeline.split_backward import (
+    backward_of_inputs,
+    backward_of_weights,
+    check_split,
+    finish_split,
+)
 from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
 
 Compute = Callable[[Any, Any], Any]

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import register_pytree_node, tree_unflatten
 
-from shardwise.models.build import find_blocks
+from shardwise.nn.models.build import find_blocks
 from shardwise.optim.shards import local_of
 from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, Place, Shape
 from shardwise.parallel.pipeline.schedule import Schedule

@@ -1,0 +1,19 @@
+"""What combines with what: one table, which config checks, plans, docs and errors read. Tests execute every entry."""
+
+from shardwise.config.combinations.check import (
+    Conflict,
+    Verdict,
+    axes_used,
+    check_section,
+    clashes,
+    combines,
+    first_clash,
+    remarks,
+)
+from shardwise.config.combinations.features import FEATURES, Feature, feature
+from shardwise.config.combinations.rules import RULES, Rule
+
+__all__ = [
+    "FEATURES", "RULES", "Conflict", "Feature", "Rule", "Verdict", "axes_used", "check_section", "clashes", "combines",
+    "feature", "first_clash", "remarks",
+]  # fmt: skip

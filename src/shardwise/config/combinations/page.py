@@ -1,0 +1,119 @@
+"""The table for people: as a matrix of pairs, as a list of rules, and as docs/combinations.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config.combinations.check import Verdict, combines
+from shardwise.config.combinations.features import FEATURES, Feature
+from shardwise.config.combinations.rules import RULES, Rule
+
+SIGNS = {"allowed": ".", "remark": "o", "refused": "x", "either": " "}
+LEGEND = ". combines   o combines, with a remark   x refused   blank: a run has one or the other"
+INTRODUCTION = """\
+# What combines with what
+
+<!-- Printed by `python -m shardwise.config.combinations > docs/combinations.md`; change the table, not this page. -->
+
+One table (`src/shardwise/config/compat/`) says what settings do not combine. The checks of a run read it, before any
+process starts; so do this page and `shardwise config --combinations`. Each refusal is executed by a test through the
+real loading of a config, and each pair that combines by a tiny training of two steps on four ranks, whose losses are
+compared with those of the same training without sharding, offload, recomputation or axes
+(`tests/config/test_compat.py`: a cover of all pairs by some hundred runs, on a CPU; pairs with `device: cuda` and those
+of `expert` with seq2seq or masked models are not executed).
+
+Whether a *model* can be divided along an axis depends on the model: [architectures.md](architectures.md). What follows
+from the number of ranks, of heads, layers and experts is checked with these numbers at hand.
+
+In Python:
+
+```python
+from shardwise.config.combinations import combines
+
+combines("offload.optimizer: cpu", "optimizer: muon")  # Verdict(kind="refused", why=…, remedy=…, field=…)
+```
+"""
+
+
+def verdicts() -> list[tuple[Feature, Feature, Verdict]]:
+    """Every pair of features, each once."""
+    return [(a, b, combines(a, b)) for i, a in enumerate(FEATURES) for b in FEATURES[:i]]
+
+
+def matrix() -> str:
+    """All pairs as text: a line and a column for each feature, by number."""
+    found = {(a, b): SIGNS[verdict.kind] for a, b, verdict in verdicts()}
+    width = max(len(one.name) for one in FEATURES)
+    numbers = range(1, len(FEATURES) + 1)
+    lines = [" " * (width + 4) + " ".join(f"{n // 10 or ' '}" for n in numbers).rstrip()]
+    lines += [" " * (width + 4) + " ".join(f"{n % 10}" for n in numbers)]
+    for number, one in zip(numbers, FEATURES, strict=True):
+        signs = " ".join(found[one, other] for other in FEATURES[: number - 1])
+        lines.append(f"{number:2d} {one.name:<{width}} {signs}".rstrip())
+    return "\n".join(lines)
+
+
+def told(rule: Rule) -> str:
+    """What a rule says of any run: placeholders become words."""
+    words = {
+        "stage {parallel.zero}": "such a stage", "{axes}": "these axes", "{divided}": "such",
+        "{train.optimizer}": "it", "{recompute}": "none", "{objective.type} rows": "such rows",
+        "{objective.type}": "another", "{parallel.schedule}": "another", "{precision}": "it",
+    }  # fmt: skip
+    text = rule.why
+    for place, word in words.items():
+        text = text.replace(place, word)
+    return text
+
+
+def sides(rule: Rule) -> list[str]:
+    """Each side of a rule in words; all values of a setting by the setting's name."""
+    return [", ".join(_shortened(side)) for side in rule.sides]
+
+
+def _shortened(side: tuple[Feature, ...]) -> list[str]:
+    names = []
+    for group in dict.fromkeys(one.of for one in side):
+        mine = [one for one in side if one.of == group]
+        everyone = [one for one in FEATURES if one.of == group]
+        whole = len(mine) == len(everyone) > 1
+        head = mine[0].name.partition(":")[0]
+        joined = [mine[0].name, *(one.name.partition(": ")[2] for one in mine[1:])]
+        names.append(head if whole else " | ".join(joined))
+    return names
+
+
+def page() -> str:
+    """The page as Markdown."""
+    parts = [
+        INTRODUCTION,
+        "## Refused",
+        "",
+        "| this | with | field | why | instead |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    parts += [_row(rule) for rule in RULES if rule.verdict == "refused"]
+    parts += ["", "## Allowed, with a remark", "", "| this | with | field | remark | instead |"]
+    parts += ["| --- | --- | --- | --- | --- |", *(_row(rule) for rule in RULES if rule.verdict == "remark")]
+    parts += ["", "## Every pair", "", "```", matrix(), "", LEGEND, "```"]
+    return "\n".join(parts) + "\n"
+
+
+def _row(rule: Rule) -> str:
+    first, *others = (side.replace("|", "/") for side in sides(rule))
+    return f"| {first} | {' and '.join(others)} | `{rule.field}` | {told(rule)} | {rule.remedy} |"
+
+
+def as_json() -> dict[str, Any]:
+    """Features, rules and pairs for programs; pairs that simply combine are left out."""
+    pairs = [
+        {"a": a.name, "b": b.name, "verdict": v.kind, "why": v.why, "remedy": v.remedy, "field": v.field}
+        for a, b, v in verdicts()
+        if v.kind in ("refused", "remark")
+    ]
+    rules = [
+        {"verdict": r.verdict, "sides": [[one.name for one in side] for side in r.sides], "field": r.field,
+         "why": told(r), "remedy": r.remedy}
+        for r in RULES
+    ]  # fmt: skip
+    return {"features": [one.name for one in FEATURES], "rules": rules, "pairs": pairs}

@@ -1,0 +1,285 @@
+"""The bill of a run's data: what each source brings, what becomes of its rows, and how full the sequences are.
+
+Everything here is counts, so that the same bill serves the terminal, the page and other tools, and so that a source of
+any size has a small one. Lengths are a histogram over fixed edges: histograms of chunks add up, and percentiles follow
+from them to within an eighth.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.config.objectives import Purpose
+from shardwise.config.schema import Source
+from shardwise.data.row_warnings import Count
+
+VERSION = 1  # of the JSON; raised when a key changes its meaning or goes
+# Every length up to 16, then 8 bins per power of two, up to 2^31.
+LENGTH_EDGES = (*range(16), *((8 + part) << power for power in range(1, 28) for part in range(8)))
+LOST = ("skipped", "dropped", "truncated", "refused", "no supervised token")  # fates that nobody asked for
+PARTLY = ("truncated", "split")  # fates of rows that are learned all the same
+REPEATS = ("duplicate", "near duplicate")
+REFINED = ("filtered", "too short", "too long", *REPEATS, "contaminated")  # fates that data.refine brings
+CHAT = ("chat", "sharegpt", "alpaca", "prompt", "pair", "preference", "kto")  # formats in which a part is an answer
+
+
+def length_bin(length: int) -> int:
+    """The bin of LENGTH_EDGES that a length falls into."""
+    return max(0, bisect_right(LENGTH_EDGES, length) - 1)
+
+
+def no_lengths() -> list[int]:
+    """An empty histogram."""
+    return [0] * len(LENGTH_EDGES)
+
+
+def add_lengths(histogram: list[int], lengths: np.ndarray | Sequence[int]) -> None:
+    """Counts lengths into a histogram."""
+    bins = np.searchsorted(LENGTH_EDGES, np.asarray(lengths, dtype=np.int64), side="right") - 1
+    counts = np.bincount(np.maximum(bins, 0), minlength=len(LENGTH_EDGES))
+    for index in np.nonzero(counts)[0]:
+        histogram[index] += int(counts[index])
+
+
+def bin_range(index: int) -> tuple[int, int]:
+    """Smallest and largest length of a bin."""
+    last = index + 1 == len(LENGTH_EDGES)
+    return LENGTH_EDGES[index], (1 << 31) if last else LENGTH_EDGES[index + 1] - 1
+
+
+def coarse(histogram: Sequence[int], bars: int) -> list[tuple[int, int, int]]:
+    """The histogram from its first to its last length in at most `bars` bars: smallest, largest, count."""
+    filled = [index for index, count in enumerate(histogram) if count]
+    if not filled:
+        return []
+    first, last = filled[0], filled[-1]
+    width = -(-(last - first + 1) // max(1, bars))
+    groups = [range(start, min(start + width, last + 1)) for start in range(first, last + 1, width)]
+    return [(bin_range(g[0])[0], bin_range(g[-1])[1], sum(histogram[i] for i in g)) for g in groups]
+
+
+def remedy_of(fate: str, longest: int) -> str:
+    """What to do where most rows of a source have this fate."""
+    repeats = "its rows repeat each other or those of a source before it: leave it out, or set data.refine.duplicates"
+    longer = f"raise data.sequence_length (the longest row has {longest:,} tokens)"
+    remedies = {
+        "dropped": f"{longer}, or set data.over_length to truncate or split",
+        "truncated": longer,
+        "skipped": "mend the rows, or the format and fields of the source",
+        "filtered": "loosen data.refine.filter",
+        "contaminated": "take rows that are not in the eval sources",
+        "duplicate": repeats,
+        "near duplicate": repeats,
+    }
+    return remedies.get(fate, "check data.refine and the rows themselves")
+
+
+@dataclass(frozen=True)
+class SourceBill:
+    """What became of one source.
+
+    `lengths` counts rows by their tokens before `data.over_length` is applied; `passes` is how often each row comes up
+    in one epoch of the run, `share` the part of the learned mixture that is this source's, in tokens.
+    """
+
+    name: str
+    path: str
+    format: str
+    reason: str
+    rows: int
+    documents: int
+    tokens: int
+    supervised: int
+    held_out: int = 0
+    fates: dict[str, int] = field(default_factory=dict)
+    remarks: dict[str, Count] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=no_lengths)
+    longest: int | None = None
+    weight: float = 1.0
+    epochs: float | None = None
+    temperature: float = 1.0
+    passes: float = 1.0
+    share: float = 0.0
+    seconds: float = 0.0
+    cached: bool = False
+    fates_file: str | None = None
+
+    @classmethod
+    def from_facts(cls, source: Source, name: str, facts: dict[str, Any], **known: Any) -> SourceBill:
+        """From the facts of a token store (done.json); `known`: held_out, passes, share, cached, fates_file."""
+        names = ("rows", "documents", "tokens", "supervised", "fates", "remarks", "lengths", "longest")
+        keys = ("format", "reason", "columns", *names)
+        values = {key: facts[key] for key in keys if key in facts} | {"seconds": float(facts.get("seconds", 0.0))}
+        return cls(name=name, path=source.path, weight=source.weight, epochs=source.epochs, **(values | known))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of reading and tokenising; unknown where it took no time that was measured."""
+        return self.tokens / self.seconds if self.seconds > 0 else None
+
+    @property
+    def learned_share(self) -> float:
+        return self.supervised / self.tokens if self.tokens else 0.0
+
+    @property
+    def understood(self) -> str:
+        """The format and why it is taken for that."""
+        said = self.reason.startswith(self.format) or not self.reason
+        return self.reason or self.format if said else f"{self.format}: {self.reason}"
+
+    @property
+    def mixed_by(self) -> str:
+        """The setting that decides how often its rows come up."""
+        if self.epochs is not None:
+            return f"epochs {self.epochs:g}"
+        return f"weight {self.weight:g}" + (f", temperature {self.temperature:g}" if self.temperature != 1.0 else "")
+
+    @property
+    def left_out(self) -> int:
+        """Rows of which nothing goes in."""
+        return sum(count for fate, count in self.fates.items() if fate not in PARTLY)
+
+    def lost(self, fates: Iterable[str]) -> int:
+        """Rows with any of these fates."""
+        return sum(self.fates.get(fate, 0) for fate in fates)
+
+    def percentile(self, share: float) -> int:
+        """A length that this share of the rows does not exceed, at most an eighth above the least such one."""
+        total, seen = sum(self.lengths), 0
+        for index, count in enumerate(self.lengths):
+            seen += count
+            if count and seen >= share * total - 1e-9:
+                high = bin_range(index)[1]
+                return high if self.longest is None else min(high, self.longest)
+        return 0
+
+    def to_json(self) -> dict[str, Any]:
+        """For other tools: the lengths as [smallest, largest, rows], empty bins left out."""
+        values = asdict(self)
+        values["lengths"] = [[*bin_range(index), count] for index, count in enumerate(self.lengths) if count]
+        values["remarks"] = {remark: {"rows": count, "first": at} for remark, (count, at) in self.remarks.items()}
+        values["percentiles"] = {f"{share * 100:g}": self.percentile(share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)}
+        for key in ("learned_share", "left_out", "tokens_per_second"):
+            values[key] = getattr(self, key)
+        return values
+
+
+@dataclass(frozen=True)
+class PackingBill:
+    """How an epoch's documents lie in sequences."""
+
+    on: bool
+    sequences: int
+    documents: int
+    tokens: int
+    sequence_length: int
+    window: int
+
+    @property
+    def efficiency(self) -> float:
+        """The part of all positions that holds a token."""
+        return self.tokens / max(1, self.sequences * self.sequence_length)
+
+    @property
+    def padding(self) -> int:
+        return max(0, self.sequences * self.sequence_length - self.tokens)
+
+    @property
+    def documents_per_sequence(self) -> float:
+        return self.documents / max(1, self.sequences)
+
+    def to_json(self) -> dict[str, Any]:
+        """For other tools."""
+        values = asdict(self)
+        for key in ("efficiency", "padding", "documents_per_sequence"):
+            values[key] = getattr(self, key)
+        return values
+
+
+@dataclass(frozen=True)
+class StepsBill:
+    """What the run makes of an epoch's sequences: steps of a batch each, over so many epochs."""
+
+    steps: int
+    epochs: float
+    batch_size: int
+    words: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For other tools."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Bill:
+    """The data of a run: its training sources, its evaluation sources if it has any of its own, and their packing."""
+
+    train: list[SourceBill]
+    eval: list[SourceBill]
+    packing: PackingBill
+    tokenizer: str
+    template: str | None  # fingerprint of tokenizer and chat template
+    loss_on: str
+    over_length: str | None
+    purpose: Purpose = "causal"
+    steps: StepsBill | None = None
+
+    @property
+    def sequence_length(self) -> int:
+        return self.packing.sequence_length
+
+    @property
+    def sources(self) -> list[SourceBill]:
+        return [*self.train, *self.eval]
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure, as plain values."""
+        return {
+            "version": VERSION,
+            "tokenizer": self.tokenizer,
+            "template": self.template,
+            "sequence_length": self.sequence_length,
+            "loss_on": self.loss_on,
+            "over_length": self.over_length,
+            "purpose": self.purpose,
+            "train": [source.to_json() for source in self.train],
+            "eval": [source.to_json() for source in self.eval],
+            "packing": self.packing.to_json(),
+            "steps": self.steps and self.steps.to_json(),
+        }
+
+
+def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None) -> dict[str, list[tuple[str, str]]]:
+    """The first `most` rows of each fate as (where, reason); `counts` of the bill spare reading on when all are had."""
+    rows: dict[str, list[tuple[str, str]]] = {}
+    full: tuple[str, ...] = ()  # how lines begin that need not be parsed any more
+    wanted = None if counts is None else sum(min(most, count) for count in counts.values())
+    try:
+        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(full):
+                    continue
+                try:
+                    row = json.loads(line)
+                    fate, where, reason = str(row["fate"]), str(row["where"]), str(row.get("reason") or "")
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue  # the last line of a run that was killed
+                kept = rows.setdefault(fate, [])
+                if len(kept) == most:
+                    continue
+                kept.append((where, reason))
+                if len(kept) == most:
+                    full = (*full, f"{json.dumps({'fate': fate})[:-1]},")
+                if wanted is not None and sum(map(len, rows.values())) >= wanted:
+                    break
+    except OSError:
+        return rows
+    return rows

@@ -1,0 +1,290 @@
+"""Who is there, who has sent, and when a round ends: the meeting point without its network.
+
+[Note: rounds] Round k begins with the global parameters k and ends with k + 1. It ends when every worker that is
+expected has sent its difference, or `wait` seconds after the first one did; never with fewer than `least` (less those
+that have finished their runs).
+  * Who was expected and did not send is dropped, and no longer waited for. If it comes after all, or again, it is a
+    member again.
+  * A difference that comes one round late counts in the round under way: it still says where the worker's data pull.
+    An older one is of no use: the worker takes the global parameters and goes on from there.
+  * Who joins while a round is under way is expected from the next one on; in this one it may send, but is not waited
+    for.
+  * A worker's last difference is marked as such: it is not expected again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwise.diloco.codec import BadPart, Plan, decode
+from shardwise.diloco.ledger import Arrival, Ledger, write_atomically
+from shardwise.diloco.outer_step import Rule, weights_of
+
+TICK = 0.1  # seconds between looks at the clock
+
+
+class Refused(Exception):
+    """An answer that is no: an HTTP status, a code for programs, and words."""
+
+    def __init__(self, status: int, code: str, words: str) -> None:
+        self.status, self.code, self.words = status, code, words
+        super().__init__(words)
+
+
+class Rounds:
+    """The rounds of one meeting point; every method may be called from any thread."""
+
+    def __init__(self, ledger: Ledger, rule: Rule, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.ledger, self.rule, self._tell = ledger, rule, tell
+        self._changed = threading.Condition()
+        self._plan: Plan | None = None
+        self._base: dict[str, str] = {}
+        self._round, self._digest, self._finished = 0, "", 0
+        self._members: dict[str, int] = {}  # worker → the first round it is expected in
+        self._arrivals: dict[str, Arrival] = {}
+        self._first = 0.0  # when the first difference of this round came
+        self._closing = self._stopping = False
+        self._figures: dict[str, Any] = {}
+        self._giver, self._giver_seen = "", 0.0
+        self.bytes_in = self.bytes_out = 0
+        self.failure: BaseException | None = None
+        if (state := ledger.state()) is not None:
+            self._plan, self._base = Plan.read(state["tensors"]), state["base"]
+            self._round, self._digest, self._finished = state["round"], state["digest"], state["finished"]
+            self._members, self._figures = state["members"], state["figures"]
+            tell(f"going on at round {self._round}, with {len(self._members)} workers known")
+
+    # What workers ask
+
+    def join(self, worker: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Takes a worker in: it must train the same tensors of the same model. The first one gives the parameters."""
+        try:
+            plan = Plan.read(values.get("tensors"))
+        except ValueError as error:
+            raise Refused(400, "form", str(error)) from None
+        base = {str(k): str(v) for k, v in dict(values.get("base") or {}).items()}
+        with self._changed:
+            if self._plan is not None:
+                self._compare(worker, plan, base)
+                if worker not in self._members:
+                    expected = 0 if self._round == 0 else self._round + 1
+                    self._members[worker] = expected
+                    self._write()
+                    self._tell(f"{worker} joined at round {self._round} ({_count(len(self._members))})")
+                same = values.get("digest") == self._digest
+                return {"state": "go", "round": self._round, "same": same, "rule": asdict(self.rule)}
+            silent = time.monotonic() - self._giver_seen > self.rule.wait
+            if self._giver in ("", worker) or silent:
+                self._giver, self._giver_seen = worker, time.monotonic()
+                return {"state": "give"}
+            return {"state": "wait"}
+
+    def _compare(self, worker: str, plan: Plan, base: dict[str, str]) -> None:
+        assert self._plan is not None
+        if difference := plan.differs(self._plan):
+            self._tell(f"{worker} was refused: it {difference}")
+            raise Refused(409, "other", f"this worker {difference}")
+        for what in sorted({*base, *self._base}):
+            if base.get(what) != self._base.get(what):
+                self._tell(f"{worker} was refused: another {what}")
+                raise Refused(409, "other", f"this worker has another {what} than the others")
+
+    def give(self, worker: str, index: int, body: bytes, plan: Plan | None, base: dict[str, str] | None = None) -> None:
+        """A part of the first parameters (`plan` None), or the word that all are there, and of what model."""
+        with self._changed:
+            if self._plan is not None or worker != self._giver:
+                raise Refused(409, "again", "another worker gives the parameters")
+            self._giver_seen = time.monotonic()
+        if plan is None:
+            self._keep(worker, index, body)
+            return
+        self._check_parts(worker, plan.parts)
+        try:
+            digest = self.ledger.begin(worker, plan)
+        except BadPart as error:
+            raise Refused(422, "values", f"the parameters given by {worker}: a part {error}") from None
+        with self._changed:
+            self._plan, self._digest, self._base = plan, digest, base or {}
+            self._write()
+            self._tell(f"{worker} gave {plan.total:,} parameters")
+
+    def put(self, worker: str, index: int, body: bytes) -> None:
+        """A part of a difference; checked now, counted when `sent` says that all are there."""
+        plan = self._need_plan()
+        if not 0 <= index < plan.parts:
+            raise Refused(400, "form", f"there are {plan.parts} parts")
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._closing and worker in self._arrivals))
+            self._arrivals.pop(worker, None)  # it was started again within the round: what it sends now counts
+        try:
+            decode(body, self.rule.dtype, plan.size(index))
+        except BadPart as error:
+            if error.finite:
+                raise Refused(400, "form", f"part {index} {error}") from None
+            with self._changed:
+                self._drop(worker)
+            self._tell(f"{worker} was refused: its difference has values that are no numbers; it was not averaged")
+            raise Refused(422, "values", "the difference has values that are no numbers; it was not averaged") from None
+        self._keep(worker, index, body)
+
+    def sent(self, worker: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Every part is here: the difference counts in the round under way, whose number is the answer."""
+        try:
+            since, tokens, step = (int(values[name]) for name in ("round", "tokens", "step"))
+            last = bool(values.get("last"))
+        except (KeyError, TypeError, ValueError):
+            raise Refused(400, "form", "round, tokens and step are whole numbers") from None
+        self._check_parts(worker, self._need_plan().parts)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closing)
+            if since > self._round:
+                words = f"the meeting point is at round {self._round} and knows nothing of round {since}"
+                raise Refused(409, "ahead", words)
+            if since < self._round - 1:
+                self.ledger.forget(worker)
+                raise Refused(409, "old", f"it is of round {since}, and round {self._round} is under way")
+            late = since < self._round
+            if not self._arrivals:
+                self._first = time.monotonic()
+            self._arrivals[worker] = Arrival(worker, max(0, tokens), step, last, late)
+            self._members.setdefault(worker, self._round)
+            self._changed.notify_all()
+            return {"round": self._round, "late": late}
+
+    def wait(self, worker: str, number: int, seconds: float) -> dict[str, Any]:
+        """Whether a round has ended, after so many seconds at most; `again`: what was sent is not here any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._round > number or self._stopping, seconds)
+            if self._round > number:
+                mine = self._figures if self._figures.get("round") == number else {}
+                own = {k: mine[k].get(worker) for k in ("norms", "distances") if k in mine}
+                return mine | own | {"state": "closed", "round": self._round}
+            here = worker in self._arrivals
+            return {"state": "open" if here else "again", "round": self._round, "sent": len(self._arrivals)}
+
+    def leave(self, worker: str) -> None:
+        """It stops before its last step: nobody need wait for it."""
+        with self._changed:
+            if worker not in self._arrivals:
+                self._drop(worker)
+            self._tell(f"{worker} left")
+
+    def file(self, number: int, kind: str, index: int) -> Path:
+        """A file of a round to be sent as it is."""
+        path = self.ledger.part(number, kind, index)
+        if kind not in ("global", "update") or not path.is_file():
+            raise Refused(410, "gone", f"{kind} {index} of round {number} is not here (any more)")
+        return path
+
+    def status(self) -> dict[str, Any]:
+        """For people and tests."""
+        with self._changed:
+            return {"round": self._round, "workers": sorted(self._members), "sent": sorted(self._arrivals)}
+
+    # What the clock does
+
+    def run(self) -> None:
+        """Ends rounds when they are due, until `stop`."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._due(), TICK)
+                    if self._stopping:
+                        return
+                    if not self._due():
+                        continue
+                    self._closing = True
+                    arrivals = sorted(self._arrivals.values(), key=lambda a: a.worker)
+                self._close(arrivals)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def stop(self) -> None:
+        """Lets everyone go who waits."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def _due(self) -> bool:
+        if len(self._arrivals) < max(1, self.rule.least - self._finished):
+            return False
+        expected = {worker for worker, first in self._members.items() if first <= self._round}
+        return expected <= set(self._arrivals) or time.monotonic() - self._first >= self.rule.wait
+
+    def _close(self, arrivals: list[Arrival]) -> None:
+        assert self._plan is not None
+        began = time.monotonic()
+        weights = weights_of(self.rule, [a.tokens for a in arrivals])
+        made = self.ledger.advance(self._round, self._plan, arrivals, weights, self.rule)
+        with self._changed:
+            expected = {worker for worker, first in self._members.items() if first <= self._round}
+            dropped, done = sorted(expected - set(self._arrivals)), [a.worker for a in arrivals if a.last]
+            for worker in [*dropped, *done]:
+                self._members.pop(worker, None)
+            self._finished += len(done)
+            self._figures = {
+                "round": self._round, "workers": [a.worker for a in arrivals], "mean_norm": made.mean_norm,
+                "norms": made.norms, "distances": made.distances, "weights": weights,
+            }  # fmt: skip
+            late = [a.worker for a in arrivals if a.late]
+            record = {"time": time.time(), "seconds": round(time.monotonic() - began, 3), "dropped": dropped}
+            record |= {"late": late, "done": done, "bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
+            record |= self._figures
+            self._round, self._digest = self._round + 1, made.digest
+            for arrival in arrivals:
+                self.ledger.forget(arrival.worker)
+            self._arrivals, self._closing = {}, False
+            self._write()
+            self.ledger.note(record)
+            self.ledger.prune(self._round)
+            self._tell(_words(record))
+            self._changed.notify_all()
+
+    # Helpers
+
+    def _need_plan(self) -> Plan:
+        with self._changed:
+            if self._plan is None:
+                raise Refused(409, "again", "nobody has given the parameters yet")
+            return self._plan
+
+    def _keep(self, worker: str, index: int, body: bytes) -> None:
+        path = self.ledger.arriving(worker, index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, body)
+
+    def _check_parts(self, worker: str, count: int) -> None:
+        missing = [i for i in range(count) if not self.ledger.arriving(worker, i).is_file()]
+        if missing:
+            raise Refused(409, "again", f"{len(missing)} of {count} parts have not come")
+
+    def _drop(self, worker: str) -> None:
+        self._arrivals.pop(worker, None)
+        if self._members.pop(worker, None) is not None and self._plan is not None:
+            self._write()
+        self._changed.notify_all()
+
+    def _write(self) -> None:
+        assert self._plan is not None
+        self.ledger.write_state({
+            "round": self._round, "digest": self._digest, "finished": self._finished, "members": self._members,
+            "figures": self._figures, "base": self._base, "tensors": [[n, list(s)] for n, s in self._plan.tensors],
+            "rule": asdict(self.rule),
+        })  # fmt: skip
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
+
+
+def _words(record: dict[str, Any]) -> str:
+    said = f"round {record['round']}: {_count(len(record['workers']))}, mean difference {record['mean_norm']:.4g}"
+    said += f", dropped {', '.join(record['dropped'])}" if record["dropped"] else ""
+    said += f", late {', '.join(record['late'])}" if record["late"] else ""
+    return said + (f"; done: {', '.join(record['done'])}" if record["done"] else "")

@@ -1,0 +1,270 @@
+"""A worker that trains apart: joins the others, meets them every some steps, and goes on from what all came to.
+
+[Note: coming back] A checkpoint knows the round it was made in. A worker that comes back while this round is still
+under way goes on with its own parameters, as if it had never been away. If the others have moved on, it takes the
+global parameters and the others' place in the run: at round k that is step k × every, since the schedule belongs to the
+model, not to the worker. Its data go on where it stopped, and its inner optimizer keeps its states; what it had learned
+since its last meeting is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.config.diloco import Apart, split_address
+from shardwise.core.errors import UserError
+from shardwise.diloco.client import Client, Ended
+from shardwise.diloco.codec import Cutter, Dtype, Joiner, decode, encode
+from shardwise.diloco.outer_step import Rule
+from shardwise.diloco.vector import Trained, base_of
+from shardwise.train.outer_sync import NoSync
+from shardwise.train.setup import Parts
+
+SILENCE = 10.0  # seconds in a meeting after which the terminal is told what is waited for
+BEAT = 0.5  # seconds between signs of life to the other ranks while the main one is on the network
+
+
+def join_others(parts: Parts) -> NoSync | Meeting:
+    """The run's meetings; where it trains apart, joined: the parameters and the position may have moved on."""
+    total = parts.job.run.train.steps or 0
+    if parts.job.run.apart is None or parts.position.step >= total:
+        return NoSync()
+    parts.status.set("joining the other workers")
+    return Meeting(parts, parts.job.run.apart, total)
+
+
+class Meeting(NoSync):
+    """One worker's meetings; every rank has one, and the main rank's goes to the network."""
+
+    def __init__(self, parts: Parts, settings: Apart, total: int) -> None:
+        self._parts, self._settings, self._total = parts, settings, total
+        self._world, self._position = parts.world, parts.position
+        self._folder = parts.job.output / "apart"
+        self._client: Client | None = None
+        if self._world.is_main:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            host, port = split_address(settings.meet)
+            name, token = name_of(settings, parts.job.output), token_of(settings)
+            self._client = Client(host, port, name, token, settings.patience, lambda text: print(text, flush=True))
+        self._trained = Trained(parts)
+        self._lost: list[torch.Tensor] = []  # by part, on the main rank: what rounding lost and is still to be sent
+        self._finished = False
+        self._anchor: dict[str, torch.Tensor] = {}  # this rank's shards of the global parameters, on the host
+        self._join()
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether this step ends with a meeting."""
+        return last or step % self._settings.every == 0
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if self._client is not None:
+            if self._finished or kind is not None:  # who fails may be back at once: others find out by waiting
+                self._client.close()
+            else:
+                self._client.leave()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Joining
+
+    def _join(self) -> None:
+        base = base_of(self._parts)
+        digest = self._stage("fp32", lambda name, local: local)
+        plan, client = self._trained.plan, self._client
+
+        def come() -> dict[str, Any]:
+            assert client is not None
+            answer = client.join(plan, base, digest)
+            while answer["state"] == "give":
+                client.give(plan, base, self._folder / "out")
+                answer = client.join(plan, base, digest)
+            known = self._position.apart.get("round")
+            if not answer["same"]:
+                answer["round"] = client.fetch_global(plan, self._folder / "in")
+            return answer | {"own": known == answer["round"]}
+
+        answer = self._beside(come)
+        self._rule = Rule(**answer["rule"])
+        self._round = int(answer["round"])
+        position, before = self._position, self._position.step
+        own = answer["same"] or answer["own"]
+        if not answer["same"] and "round" not in position.apart and self._round * self._settings.every >= self._total:
+            # It has never met anyone, and would end at once with a model that it had no part in.
+            problem = f"is at round {self._round}, where a run of {self._total} steps has ended: others trained there"
+            remedy = "for a new run give the meeting point a new folder (shardwise meet --state FOLDER)"
+            if client is not None:
+                client.leave()  # nobody is to wait for it
+            raise UserError("apart.meet", self._settings.meet, problem, remedy)
+        if answer["same"]:
+            self._anchor = dict(self._trained.local())
+        else:
+            self._apply("global", write=not own)
+        if not own:
+            self._keep_step()
+        if not own or "supervised" not in position.apart:
+            position.apart = {"supervised": position.supervised}
+        position.apart["round"] = self._round
+        self.notes = (self._told(answer["same"], own, before),)
+
+    def _told(self, same: bool, own: bool, before: int) -> str:
+        said = f"apart: joined at round {self._round}, meeting every {self._settings.every} steps"
+        if not own:
+            moved = f", at step {self._position.step}" if self._position.step > before else ""
+            said += f"; took the parameters of the others{moved}"
+        elif not same:
+            said += "; going on within the round"
+        return said
+
+    # Meeting
+
+    def meet(self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, Any]:
+        """Sends what was learned, waits for the others, takes what all came to; a record of it for metrics.jsonl.
+
+        `stopping`: whether the run was asked to stop. Then nobody is waited for, unless it was the last step.
+        `tell`: where a long wait is explained.
+        """
+        position, rule, client = self._position, self._rule, self._client
+        self._stage(rule.dtype, lambda name, local: self._anchor[name] - local)
+        word = {"round": self._round, "step": position.step, "last": last}
+        word["tokens"] = position.supervised - position.apart["supervised"]
+        sent, received = (client.bytes_sent, client.bytes_received) if client is not None else (0, 0)
+
+        def exchange() -> dict[str, Any]:
+            assert client is not None
+            ended = client.exchange(
+                self._trained.plan, self._folder / "out", word, self._folder / "in", rule.dtype != "fp32",
+                lambda: not last and stopping(),
+            )  # fmt: skip
+            traffic = {"bytes_sent": client.bytes_sent - sent, "bytes_received": client.bytes_received - received}
+            return {"ended": ended and vars(ended), "traffic": traffic}
+
+        waits = f"step {position.step}: waiting for the other workers to end round {self._round}"
+        answer = self._beside(exchange, lambda: tell(waits))
+        record = {"kind": "meet", "step": position.step, "tokens": word["tokens"], **answer["traffic"]}
+        if answer["ended"] is None:
+            return record | {"left": True}
+        ended = Ended(**answer["ended"])
+        self._apply(ended.kind, write=True)
+        self._round, self._finished = ended.round, last
+        position.apart = {"round": self._round, "supervised": position.supervised}
+        self._keep_step()
+        figures = ended.figures
+        return record | {
+            "round": self._round, "workers": figures.get("workers"), "seconds_waited": round(ended.seconds, 3),
+            "mean_norm": figures.get("mean_norm"), "own_norm": figures.get("norms"),
+            "distance": figures.get("distances"), "late": ended.late, "lost": ended.lost,
+        }  # fmt: skip
+
+    def _keep_step(self) -> None:
+        """Who is behind the others takes their place in the run, so that all end with the same meeting."""
+        position = self._position
+        position.step = max(position.step, min(self._round * self._settings.every, self._total))
+
+    # Files and ranks
+
+    @torch.no_grad()
+    def _stage(self, dtype: Dtype, of: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
+        """Writes `of` every tensor as parts to be sent; returns the digest of the values on the main rank."""
+        out, cutter, digest = self._folder / "out", Cutter(), hashlib.sha256()
+        count = 0
+
+        def put(parts: Iterator[torch.Tensor]) -> None:
+            nonlocal count
+            for part in parts:
+                digest.update(part.numpy().tobytes())
+                (out / f"{count:05d}").write_bytes(encode(part, dtype, self._lost_of(count, part, dtype)))
+                count += 1
+
+        if self._world.is_main:
+            out.mkdir(exist_ok=True)
+        for name, local in self._trained.local():
+            whole = self._trained.gather(name, of(name, local))
+            if whole is not None:
+                put(cutter.put(whole))
+        if self._world.is_main:
+            put(cutter.rest())
+        return digest.hexdigest()
+
+    def _lost_of(self, index: int, part: torch.Tensor, dtype: Dtype) -> torch.Tensor | None:
+        if dtype == "fp32":
+            return None
+        if index == len(self._lost):
+            self._lost.append(torch.zeros_like(part))
+        return self._lost[index]
+
+    @torch.no_grad()
+    def _apply(self, kind: str, write: bool) -> None:
+        """Takes the fetched parts as the new anchor and, where `write`, as the parameters."""
+        dtype: Dtype = "fp32" if kind == "global" else self._rule.dtype
+        plan, source = self._trained.plan, self._folder / "in"
+        files = ((source / f"{i:05d}").read_bytes() for i in range(plan.parts))
+        joiner = Joiner(decode(body, dtype, plan.size(i)) for i, body in enumerate(files))
+        for name, shape in plan.tensors:
+            whole = joiner.take(shape) if self._world.is_main else None
+            came = self._trained.scatter(name, whole)
+            self._anchor[name] = came.clone() if kind == "global" else self._anchor[name] + came
+            if write:
+                self._trained.write(name, self._anchor[name])
+        self._trained.written()
+
+    def _beside(self, work: Callable[[], dict[str, Any]], tell: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Does the main rank's work on the network in a thread, and gives all ranks its result.
+
+        Meanwhile the main rank gives signs of life: others may be waited for longer than ranks wait for one another.
+        `tell` is called once where it takes long.
+        """
+        quiet_until = time.monotonic() + SILENCE
+        found: list[Any] = [None]
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found[0] = work()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="meeting", daemon=True)
+        if self._world.is_main:
+            thread.start()
+        group, beating = self._world.control, self._world.size > 1
+        ended = torch.zeros(1, dtype=torch.int32)
+        while not ended:
+            if self._world.is_main:
+                thread.join(BEAT)
+                ended.fill_(not thread.is_alive())
+                if tell is not None and not ended and time.monotonic() > quiet_until:
+                    tell()
+                    tell = None
+            if beating:
+                dist.broadcast(ended, 0, group=group)
+        if failed:
+            raise failed[0]  # the other ranks are ended by the one that watches over them
+        if beating:
+            dist.broadcast_object_list(found, 0, group=group)
+        return dict(found[0])
+
+
+def name_of(settings: Apart, output: Path) -> str:
+    """A worker's name: given, or the same whenever this run is started on this host."""
+    return settings.name or f"{socket.gethostname()}:{output.absolute()}"[-200:]
+
+
+def token_of(settings: Apart) -> str | None:
+    """The token, from the environment: files are copied, and command lines are seen by all."""
+    if settings.token_env is None:
+        return None
+    if not (token := os.environ.get(settings.token_env, "").strip()):
+        remedy = f"export {settings.token_env}=… before you start the run"
+        raise UserError("apart.token_env", settings.token_env, "holds no token", remedy)
+    return token

@@ -1,0 +1,78 @@
+"""Tensors that are in no memory as a whole, saved and loaded by PyTorch's distributed checkpoint as if they were.
+
+What is offloaded lies in pieces, on the host or on disk, or is made of two halves. A `Rows` shows the checkpoint an
+outline (shape, type, how it is sharded; no memory), hands out this rank's part when it is written, and takes in rows as
+they are read. Loading and saving then hold one tensor besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from shardwise.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A sharded tensor by its rows: `parts` are this rank's, one behind the other, `write` takes some from one on."""
+
+    outline: torch.Tensor
+    parts: Callable[[], Iterable[torch.Tensor]]
+    write: Callable[[int, torch.Tensor], None]
+    device: torch.device | None = None  # where all parts lie, if that is the device that trains: nothing was offloaded
+
+    def read(self) -> torch.Tensor:
+        """This rank's part, on the host."""
+        found = [part.cpu() for part in self.parts()]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def outline(like: torch.Tensor, shape: tuple[int, ...], local: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape, sharded like another one, that takes no memory."""
+    empty = torch.empty((), dtype=dtype).expand(local)
+    if not isinstance(like, DTensor):
+        return empty
+    whole = torch.empty((), device="meta", dtype=dtype).expand(shape)
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(whole.shape, stride, dtype))
+    # Not from_local: it would move the outline to the mesh's device.
+    return DTensor(empty, spec, requires_grad=False)
+
+
+def split_rows(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
+    """What the planners need: every tensor, outlines in the place of Rows, and the Rows."""
+    rows = {name: value for name, value in tensors.items() if isinstance(value, Rows)}
+    return {n: v.outline if isinstance(v, Rows) else v for n, v in tensors.items()}, rows
+
+
+class LoadRows(DefaultLoadPlanner):
+    """Hands rows on as soon as they are read."""
+
+    def __init__(self, rows: Mapping[str, Rows]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Our checkpoints hold tensors alone; PyTorch would read an object as a pickle that may run anything."""
+        name = read_item.dest_index.fqn
+        raise UserError("checkpoint", name, "is no tensor", "use a checkpoint of Shardwise")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Where an item is to be read into."""
+        found = self._rows.get(read_item.dest_index.fqn)
+        if found is None:
+            return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
+        return torch.empty(tuple(read_item.lengths), dtype=found.outline.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Takes in an item that was read."""
+        if (found := self._rows.get(read_item.dest_index.fqn)) is not None:
+            found.write(read_item.dest_offsets[0] if len(read_item.dest_offsets) else 0, tensor)

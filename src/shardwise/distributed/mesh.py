@@ -1,0 +1,207 @@
+"""The one place where process groups are made: the mesh of ranks, and gloo groups for the host's own talk.
+
+[Note: axes] From the outermost to the innermost, so that those who talk most are neighbours, on one node:
+
+  pipeline   consecutive blocks of the model            activations from stage to stage
+  replicate  copies of the shard groups                 gradients, once a step
+  shard      ZeRO: states (gradients, weights) divided   gathers and reductions, per block
+  context    parts of each sequence                     keys and values, in each attention
+  tensor     parts of each weight                       activations, twice per block and direction
+
+Data are divided over what is left: ranks / (pipeline x context x tensor). Ranks along `context` hold the same weights
+and so take part in ZeRO: FSDP's axes (replicate, shard) go over data x context. `expert` is no axis of its own: it
+groups consecutive ranks of a pipeline stage once more, for the experts' weights alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config.axes import shard_size
+from shardwise.config.schema import Parallel, Run
+from shardwise.distributed.shared_gpu import teach_gathers
+
+LATER = 20.0  # seconds beyond the run's timeout at which a collective gives up: the watchdog is to speak first
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks lie along each axis; `replicate` and `shard` are FSDP's, over data and context together."""
+
+    replicate: int
+    shard: int
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.replicate * self.shard * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different data."""
+        return self.replicate * self.shard // self.context
+
+    @property
+    def expert_mesh(self) -> tuple[int, int, int, int]:
+        """Stages, copies of the experts, ranks that divide each copy by ZeRO, ranks with different experts."""
+        each = self.ranks // self.pipeline // self.expert
+        shard = math.gcd(each, max(1, self.shard * self.tensor // self.expert)) if self.shard > 1 else 1
+        return self.pipeline, each // shard, shard, self.expert
+
+    def place(self, rank: int) -> Place:
+        """Where a rank stands."""
+        rest, tensor = divmod(rank, self.tensor)
+        stage, spread = divmod(rest, self.replicate * self.shard)
+        data, context = divmod(spread, self.context)
+        return Place(stage, data, context, tensor)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates: its pipeline stage, its share of the data, of each sequence, and of each weight."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+
+
+def layout_of(parallel: Parallel, ranks: int) -> Layout:
+    """The layout that settings ask for; they were checked to divide the ranks."""
+    spread = ranks // (parallel.pipeline * parallel.tensor)
+    shard = shard_size(parallel.zero, parallel.shard, spread)
+    axes = (parallel.pipeline, parallel.context, parallel.tensor, parallel.expert)
+    return Layout(spread // shard, shard, *axes)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands: its rank, its device, the meshes, and host-side groups for votes and checkpoints.
+
+    `mesh` is FSDP's: (replicate, shard). The others are there where their axis is longer than one.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    checkpoint: dist.ProcessGroup
+    layout: Layout
+    copies: dist.ProcessGroup | None = None  # for copies in memory, where there are any
+    tensor: DeviceMesh | None = None
+    context: DeviceMesh | None = None
+    pipeline: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
+    expert_shards: DeviceMesh | None = None  # FSDP's (replicate, shard) for the experts' weights
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def place(self) -> Place:
+        return self.layout.place(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for those that are given the same micro-batches."""
+        place = self.place
+        return place.tensor == place.context == place.pipeline == 0
+
+
+def init_world(run: Run) -> World:
+    """Joins the process group that the environment (ours or torchrun's) describes and lays out the run's mesh."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    copies = run.checkpoint.memory is not None
+    return join_world(run.device, run.backend, run.timeout, layout_of(run.parallel, ranks), copies)
+
+
+def join_world(device_type: str, backend: str, timeout: float, layout: Layout, copies: bool = False) -> World:
+    """Joins (or, for one process, makes) the process group, and lays the meshes out."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # One process alone needs no meeting point, hence no port.
+        store = HashStore() if size == 1 else None
+        limit = timedelta(seconds=timeout + LATER)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit, store=store)
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        teach_gathers()
+    meshes = _meshes(device.type, layout)
+    # Own groups: sharing one with the training collectives crashes asynchronous checkpoints.
+    host = "fake" if dist.get_backend() == "fake" else "gloo"  # ranks of a rehearsal talk to nobody
+    control = dist.new_group(backend=host, timeout=timedelta(seconds=timeout + LATER))
+    checkpoint = dist.new_group(backend=host, timeout=timedelta(seconds=max(timeout, 1800)))
+    # Of their own again: a copy is made while a checkpoint may still be written.
+    third = dist.new_group(backend=host, timeout=timedelta(seconds=max(timeout, 1800))) if copies else None
+    return World(
+        rank, size, local_rank, device, control=control, checkpoint=checkpoint, layout=layout, copies=third, **meshes
+    )  # fmt: skip
+
+
+def _meshes(device: str, layout: Layout) -> dict[str, DeviceMesh]:
+    """Every mesh of the run by its name in World; FSDP and `tensor` share a root, as parameters that both divide need.
+
+    Context and experts have roots of their own: no parameter is divided along them and another axis of this root.
+    """
+    pipeline, tensor, fsdp = layout.pipeline, layout.tensor, (layout.replicate, layout.shard)
+    names = ("replicate", "shard")
+    if pipeline == tensor == 1:
+        found = {"mesh": init_device_mesh(device, fsdp, mesh_dim_names=names)}
+    else:
+        root = init_device_mesh(device, (pipeline, *fsdp, tensor), mesh_dim_names=("pipeline", *names, "tensor"))
+        found = {"mesh": root[names]}
+        found |= {"tensor": root["tensor"]} if tensor > 1 else {}
+        found |= {"pipeline": root["pipeline"]} if pipeline > 1 else {}
+    if layout.context > 1:
+        shape = (pipeline * layout.data, layout.context, tensor)
+        found["context"] = init_device_mesh(device, shape, mesh_dim_names=("other", "context", "tensor"))["context"]
+    if layout.expert > 1:
+        root = init_device_mesh(device, layout.expert_mesh, mesh_dim_names=("pipeline", *names, "expert"))
+        found |= {"expert": root["expert"], "expert_shards": root[names]}
+    return found
+
+
+@dataclass(frozen=True)
+class Hops:
+    """A shard group cut into nodes: the ranks `within` this one's node, and those `across` nodes with its place."""
+
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+def split_shards(mesh: DeviceMesh, size: int, timeout: float) -> Hops:
+    """Cuts each shard group into nodes of `size` consecutive ranks; every rank of the run must call it."""
+    nodes = mesh.mesh.view(mesh.size(0), -1, size)
+    lists = {"within": nodes.flatten(0, 1).tolist(), "across": nodes.transpose(1, 2).flatten(0, 1).tolist()}
+    mine: dict[str, dist.ProcessGroup] = {}
+    for name, members in lists.items():
+        for ranks in members:
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout + LATER))
+            if dist.get_rank() in ranks:
+                mine[name] = group
+    return Hops(**mine)
+
+
+def ranks_per_node(shard: int, control: dist.ProcessGroup) -> int:
+    """The largest number of consecutive ranks of a shard group that are on one host, on every host."""
+    sizes: list[int] = [1] * dist.get_world_size(control)
+    dist.all_gather_object(sizes, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group=control)
+    return math.gcd(shard, *sizes)  # hosts may differ; their common divisor never straddles two

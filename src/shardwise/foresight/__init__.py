@@ -1,0 +1,1 @@
+"""Knowing before running: plan, rehearse, verify, bench, the zoo, and reports on data."""

@@ -1,0 +1,228 @@
+"""`shardwise bench train RUN.yaml`: a run's own speed on this machine, what a step is made of, and what would help.
+
+The run's own code takes its steps on its own model, with values at random and full rows of them: neither weights nor
+data are read. On several ranks of this machine each takes its part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from shardwise.config.load import load_run
+from shardwise.config.resolve import this_machine
+from shardwise.config.schema import Run
+from shardwise.core.errors import Interrupted, RunFailed, UserError
+from shardwise.core.hardware.flops import flops_per_token, peak_flops
+from shardwise.foresight.rehearse.batch import check_division
+from shardwise.foresight.rehearse.target import Target, aim_at
+from shardwise.foresight.verify.ranks import first_failure, heeding_interrupts, stopped_by_sigterm
+from shardwise.foresight.verify.ranks import ranks as started
+from shardwise.observe.profile import Profile, profile_step
+from shardwise.observe.profile_advice import Speed, advise, show_profile
+
+WARM_UP = 3
+
+
+def run_bench(
+    file: Path, overrides: list[str], steps: int, documents: int, as_json: bool, trace: Path | None = None
+) -> None:
+    """Measures and prints; `trace`: a folder for each rank's trace of one step."""
+    if "WORLD_SIZE" in os.environ:
+        problem = "this command starts the ranks of one machine itself"
+        raise UserError("WORLD_SIZE", os.environ["WORLD_SIZE"], problem, "run it without torchrun")
+    console, status = Console(highlight=False, stderr=as_json), Console(highlight=False, stderr=True)
+    try:
+        with heeding_interrupts() as check, status.status("finding the model") as shown:
+            target = aim_at(load_run(file, overrides), this_machine())
+            check_division(target.run, documents)
+            if not status.is_terminal:
+                status.print(f"{WARM_UP + steps + 1} steps of {target.source.label}")
+            speed = measure(target, steps, documents, shown.update, check, trace)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted: nothing was measured", 130) from None
+    advice = advise(target.run, speed)
+    if as_json:
+        told = {"run": str(file), "tokens_per_second": speed.tokens_per_second, "advice": advice} | asdict(speed)
+        print(json.dumps(told, indent=1))
+        return
+    show(target, speed, documents, advice, console)
+
+
+def measure(
+    target: Target,
+    steps: int,
+    documents: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
+    trace: Path | None = None,
+) -> Speed:
+    """Starts the run's ranks on this machine and takes the steps."""
+    run = target.run
+    stopping = stopped_by_sigterm("nothing was measured")
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name, stopping:
+        folder = Path(name)
+        values = run.model_dump(mode="json") | {"output": str(folder / "out")}
+        meeting = {"device": run.device, "timeout": run.timeout, "backend": run.backend}
+        (folder / "ranks").mkdir()
+        (folder / "ranks" / "meet.json").write_text(json.dumps(meeting))
+        work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": target.ranks}
+        work["progress"] = str(folder / "progress")
+        if trace is not None:
+            work["trace"] = str(_folder_for(trace))
+        with started(run.precision, str(run.device), folder) as host, _told(folder / "progress", target, steps, say):
+            check()
+            found = host.ask(work | {"folder": str(folder / "ranks")})
+    if (failure := first_failure(found)) is not None:
+        raise RunFailed(f"a rank failed: {failure[1]['failed']}")
+    rank, slowest = max(enumerate(found), key=lambda one: one[1]["seconds"])
+    peak = peak_flops(slowest["device"], str(run.precision)) if run.device == "cuda" else None
+    tokens = run.train.batch_size * run.data.sequence_length
+    mfu = slowest["flops"] * tokens / slowest["seconds"] / (peak * target.ranks) if peak else None
+    memory, room = max((one["memory"] for one in found if one["memory"]), default=None), slowest["room"]
+    shape = Profile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
+    told = found[0]["told"]
+    return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, rank, shape, told)
+
+
+def _folder_for(trace: Path) -> Path:
+    try:
+        trace.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"no folder can be made there: {error.strerror}"
+        raise UserError("--trace", str(trace), problem, "name a folder that is there, or a new one") from None
+    if not os.access(trace, os.W_OK):
+        raise UserError("--trace", str(trace), "may not be written to", "name another folder")
+    return trace.absolute()
+
+
+@contextmanager
+def _told(file: Path, target: Target, steps: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Says every half second how many steps the first rank has taken."""
+    done, whole = threading.Event(), WARM_UP + steps + 1
+
+    def tell() -> None:
+        while not done.wait(0.5):
+            taken = file.stat().st_size if file.exists() else 0
+            where = f"{target.source.label} on {target.ranks} rank(s)"
+            say(f"{where}: step {taken} of {whole}" if taken else f"{where}: building the model")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
+    """One rank's part, in its own process."""
+    from shardwise.config.resolve import Resolution, task_wanted
+    from shardwise.distributed.mesh import init_world
+    from shardwise.foresight.plan.models import find_config
+    from shardwise.foresight.rehearse.batch import step_batch
+    from shardwise.foresight.rehearse.step import set_up
+    from shardwise.nn.models.adapt import settle_attention
+    from shardwise.train.loop import accumulate
+
+    run = Run.model_validate(work["run"])
+    told: list[str] = []
+    source = settle_attention(Resolution(run), find_config(run.model, task_wanted(run)), told.append)
+    world = init_world(run)
+    parts, _ = set_up(source, run, world, None, told.append)
+    give_values(parts.sharded.model)
+    count = max(1, run.train.batch_size // world.layout.data // int(run.train.micro_batch_size))
+    batch = step_batch(run, count, work["documents"])
+    for micro in batch.micro_batches[:1]:
+        micro.input_ids.random_(0, source.config.get_text_config().vocab_size)
+
+    progress = Path(work["progress"]) if world.is_main else None
+
+    def step() -> None:
+        if progress is not None:
+            with progress.open("a") as file:
+                file.write(".")
+        accumulate(parts, batch)  # type: ignore[arg-type]
+
+    cuda = world.device.type == "cuda"
+    wait = (lambda: torch.cuda.synchronize(world.device)) if cuda else (lambda: None)
+    for _ in range(WARM_UP):
+        step()
+        parts.update()
+    wait()
+    if world.size > 1:
+        dist.barrier()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(world.device)
+    begun = time.perf_counter()
+    for _ in range(work["steps"]):
+        step()
+        parts.update()
+    wait()
+    seconds = (time.perf_counter() - begun) / work["steps"]
+    trace = Path(work["trace"]) / f"rank-{world.rank}.json" if "trace" in work else None
+    found = profile_step(step, lambda: parts.update() and None, world.device, trace)
+    return {
+        "told": [line for line in told if line.startswith("communication:")],
+        "seconds": seconds, "flops": _work_of(source, run, parts.sharded.lookup), "profile": asdict(found),
+        "memory": torch.cuda.max_memory_allocated(world.device) if cuda else None,
+        "room": torch.cuda.get_device_properties(world.device).total_memory if cuda else None,
+        "device": torch.cuda.get_device_name(world.device) if cuda else "CPU",
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def give_values(model: torch.nn.Module) -> None:
+    """Numbers as a model has them: zeros would be multiplied faster than those, and what memory held before slower."""
+    from shardwise.optim.shards import local_of
+
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            local_of(parameter).normal_(0, 0.02)
+    for module in model.modules():
+        for name, packing in getattr(module, "packings", {}).items():
+            local = local_of(getattr(module, name))
+            rows = torch.randn(*local.shape[:-1], packing.form.columns, device=local.device) * 0.02
+            local.copy_(packing.pack(rows))
+
+
+def _work_of(source: Any, run: Run, lookup: int) -> float:
+    """FLOPs that a token costs."""
+    from shardwise.nn.adapters.apply import apply_method
+    from shardwise.nn.models.build import build_on_meta
+
+    adapted = apply_method(build_on_meta(source), run)
+    config = source.config.get_text_config()
+    return flops_per_token(
+        adapted.parameters, lookup, config.num_hidden_layers, config.hidden_size, run.data.sequence_length,
+        adapted.frozen, stacks=2 if config.is_encoder_decoder else 1, causal=source.task == "causal",
+    )  # fmt: skip
+
+
+def show(target: Target, speed: Speed, documents: int, advice: list[str], console: Console) -> None:
+    """For people."""
+    run = target.run
+    console.print(
+        f"{target.source.label} on {speed.ranks} × {speed.device}: {run.train.batch_size} rows of "
+        f"{run.data.sequence_length:,} tokens{f' ({documents} documents each)' if documents > 1 else ''} a step, "
+        f"{run.computes_in}"
+    )
+    mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else " (MFU and memory: on GPUs)" * (speed.device == "CPU")
+    memory = f", peak {speed.memory / 2**30:.1f} of {speed.room / 2**30:.1f} GiB" if speed.memory and speed.room else ""
+    console.print(
+        f"[bold]{speed.tokens_per_second:,.0f} tokens/s[/bold], {speed.seconds * 1e3:,.1f} ms a step{mfu}{memory}"
+    )
+    show_profile(speed, advice, console)

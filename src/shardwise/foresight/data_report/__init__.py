@@ -1,0 +1,1 @@
+"""`shardwise data`: what a run would train on, before it starts."""

@@ -1,0 +1,170 @@
+"""The report's pictures: stacked bars, their legends, and memory over a step; colours mean the same everywhere.
+
+Bars are boxes with widths in per cent, so that they fit a phone, a projector and paper with their labels at full size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import floor, log10
+
+from shardwise.core.printable import one_line
+
+GIB = 2**30
+MEMORY = {
+    "parameters": "m1", "quantised base": "m2", "buffers": "m3", "optimizer": "m4", "gradients": "m5", "gathered": "m6",
+    "communication": "m7", "activations": "m8", "logits and loss": "m9", "temporary": "m10", "workspace": "m11",
+}  # fmt: skip
+TIME = {
+    "forward": ("t1", "forward"), "backward": ("t2", "backward"), "update": ("t3", "update"),
+    "waiting": ("t4", "waiting for the host"), "model_axes": ("t5", "tensor, context, expert, stages"),
+    "data_axis": ("t6", "ZeRO, not hidden"), "offload": ("t7", "offload"), "bubble": ("t8", "pipeline idle"),
+}  # fmt: skip
+MEMORY_ROOM, TIME_ROOM = 2.0, 2.2  # per cent of a track that a letter of a label needs; tracks of time are shorter
+
+
+def text(value: object) -> str:
+    """Anything as text of the page: nothing in it is hidden or acts."""
+    return escape(one_line(value))
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, as the labels have them."""
+    size /= GIB
+    return f"{size:,.0f}" if abs(size) >= 100 else f"{size:.1f}" if abs(size) >= 0.95 else f"{size:.2f}"
+
+
+def seconds(spent: float) -> str:
+    """With the digits that matter."""
+    if spent >= 100:
+        return f"{spent:,.0f} s"
+    return f"{spent:.2f} s" if spent >= 0.1 else f"{spent * 1000:.3g} ms"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the bar chart: bytes and seconds by category, and what is written beside them."""
+
+    name: str
+    memory: Mapping[str, float]
+    time: Mapping[str, float]
+    fits: bool = True
+    note: str = ""
+    mark: str = ""
+    memory_change: str = ""
+    time_change: str = ""
+
+
+def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
+    """Memory and time of each row, side by side, on common scales."""
+    assert all(name in MEMORY for row in rows for name in row.memory), "a category without a colour"
+    largest = max([limit * 1.08, *(sum(row.memory.values()) * 1.01 for row in rows)])
+    longest = max([1e-9, *(sum(row.time.values()) * 1.01 for row in rows)])
+    used = {name for row in rows for name, size in row.memory.items() if size >= 0.002 * largest}
+    spent = {name for row in rows for name, part in row.time.items() if part >= 0.002 * longest}
+    sign = "≈ " if rough else ""
+    at = 100 * limit / largest
+    side = "left" if at < 18 else "right" if at > 82 else "middle"
+    body = [
+        '<div class="row heads"><span></span><span class="axis-title">memory of a device, GiB'
+        f'<i class="limit-name {side}" style="left:{at:.2f}%">limit {gib(limit)}</i></span><span></span>'
+        '<span class="axis-title">time of a step</span><span></span></div>'
+    ]
+    for row in rows:
+        total, step = sum(row.memory.values()), sum(row.time.values())
+        sizes = ((kind, n, row.memory.get(n, 0.0)) for n, kind in MEMORY.items())
+        memory = _parts(((kind, n, s, f"{gib(s)} GiB", gib(s)) for kind, n, s in sizes), largest, MEMORY_ROOM, at)
+        time = _parts(
+            ((*TIME.get(n, ("t0", n)), s, seconds(s), seconds(s)) for n, s in row.time.items()), longest, TIME_ROOM
+        )
+        over = "" if row.fits else " over"
+        warn = "" if row.fits else '<em class="bad">does not fit</em>'
+        star = f'<b class="star">{text(row.mark)}</b>' if row.mark else ""
+        note = f"<small>{text(row.note)}</small>" if row.note else ""
+        body.append(
+            f'<div class="row"><span class="name">{text(row.name)} {star}{note}</span>'
+            f'<span class="track{over}">{memory}<i class="limit" style="left:{at:.2f}%"></i></span>'
+            f'<span class="total">{sign}{gib(total)} GiB{_small(row.memory_change)}{warn}</span>'
+            f'<span class="track">{time}</span>'
+            f'<span class="total">{sign}{seconds(step)}{_small(row.time_change)}</span></div>'
+        )
+    keys = legend((MEMORY[n], n) for n in MEMORY if n in used)
+    times = legend(TIME[n] for n in TIME if n in spent) if len(spent) > 1 else ""
+    return f'<div class="legends">{keys}{times}</div><div class="bars">{"".join(body)}</div>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Colours with what they stand for."""
+    keys = "".join(f'<span><i class="{kind}"></i>{text(name)}</span>' for kind, name in entries)
+    return f'<p class="legend">{keys}</p>'
+
+
+def _small(change: str) -> str:
+    return f"<small>{text(change)}</small>" if change else ""
+
+
+def _parts(parts: Iterable[tuple[str, str, float, str, str]], whole: float, letter: float, line: float = -99.0) -> str:
+    """Boxes with labels where there is room; none where the limit's line would run through it."""
+    found = []
+    begin = 0.0
+    for kind, name, size, title, label in parts:
+        width = 100 * size / whole
+        if width < 0.05:
+            continue
+        room = letter * len(label)
+        struck = abs(begin + width / 2 - line) < room / 2
+        begin += width
+        inside = label if width >= room and not struck else ""
+        found.append(f'<i class="{kind}" style="width:{width:.3f}%" title="{text(name)}: {title}">{inside}</i>')
+    return "".join(found)
+
+
+def area(
+    curve: Sequence[tuple[float, Mapping[str, int]]], phases: Sequence[tuple[float, str]], limit: float, title: str
+) -> str:
+    """Memory over a step, stacked; the phases are named above it."""
+    width, height, left, top, bottom = 1160, 320, 56, 30, 290
+    names = [n for n in MEMORY if any(at.get(n) for _, at in curve)]
+    peak = max(sum(at.values()) for _, at in curve) or 1
+    most = limit * 1.05 if limit <= 1.5 * peak else peak * 1.06
+    x = lambda share: left + share * (width - left - 8)  # noqa: E731
+    y = lambda size: bottom - size / most * (bottom - top)  # noqa: E731
+    shapes = []
+    below = [0.0] * len(curve)
+    for name in names:
+        above = [low + at.get(name, 0) for low, (_, at) in zip(below, curve, strict=True)]
+        line = [f"{x(share):.1f},{y(size):.1f}" for (share, _), size in zip(curve, above, strict=True)]
+        back = [f"{x(share):.1f},{y(size):.1f}" for (share, _), size in zip(curve, below, strict=True)]
+        points = " ".join(line + back[::-1])
+        shapes.append(f'<polygon class="{MEMORY[name]}" points="{points}"><title>{text(name)}</title></polygon>')
+        below = above
+    for value in ticks(most):
+        shapes.append(
+            f'<line class="grid" x1="{left}" x2="{width - 8}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
+            f'<text class="tick" x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value / GIB:.3g}</text>'
+        )
+    ends = [share for share, _ in phases[1:]] + [1.0]
+    for (share, name), end in zip(phases, ends, strict=True):
+        shapes.append(f'<line class="phase" x1="{x(share):.1f}" x2="{x(share):.1f}" y1="{top - 14}" y2="{bottom}"/>')
+        if x(end) - x(share) > 8 * len(name):
+            shapes.append(f'<text class="tick" x="{x(share) + 5:.1f}" y="{top - 5}">{text(name)}</text>')
+        elif end == 1.0:  # the update is short: its name stands before it
+            place = f'x="{x(share) - 8:.1f}" y="{top - 5}" text-anchor="end"'
+            shapes.append(f'<text class="tick" {place}>{text(name)} →</text>')
+    if limit <= most:
+        shapes.append(f'<line class="limit" x1="{left}" x2="{width - 8}" y1="{y(limit):.1f}" y2="{y(limit):.1f}"/>')
+    shapes.append(f'<text class="tick" x="{left - 8}" y="{top - 8}" text-anchor="end">GiB</text>')
+    for share, name, anchor in ((0, "begin", "start"), (0.5, "operators of the step", "middle"), (1, "end", "end")):
+        shapes.append(f'<text class="tick" x="{x(share):.1f}" y="{height - 10}" text-anchor="{anchor}">{name}</text>')
+    keys = legend((MEMORY[n], n) for n in names)
+    return f'{keys}<svg viewBox="0 0 {width} {height}" role="img" aria-label="{text(title)}">{"".join(shapes)}</svg>'
+
+
+def ticks(most: float) -> list[float]:
+    """Three to six round values in bytes, for a scale in GiB."""
+    rough = most / GIB / 5
+    power = 10.0 ** floor(log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+    return [step * n * GIB for n in range(int(most / GIB / step) + 1)]

@@ -1,0 +1,171 @@
+"""The process that a proof's ranks are forked from: it imports once, and every claim starts in a moment.
+
+Started as `python -m shardwise.foresight.verify.host PARENT MODEL DEVICE`. A line of JSON on standard input is work
+for some ranks, one on standard output what each of them found. It computes nothing itself: a process with threads, or
+a GPU, cannot be forked. For ranks on a GPU it imports nothing either: some libraries wake CUDA when they are
+imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardwise.core.errors import RunFailed, UserError
+
+POLL = 0.02
+LAST_WORDS = 3.0  # seconds given to the other ranks, after one failed, to say what they saw
+LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timeout", "process group")
+
+
+def main(parent: int, model: str, device: str) -> None:
+    """Works until standard input ends; `model` is the folder whose code the ranks will run, on `device`."""
+    from shardwise.core.process import die_with_parent as _die_with_parent
+
+    _die_with_parent(parent)
+    if device == "cpu":
+        _import_for(model)
+    for line in sys.stdin:
+        work = json.loads(line)
+        folder = Path(work["folder"])
+        folder.mkdir(parents=True, exist_ok=True)
+        found = run_ranks(lambda rank, w=work: _work(w), int(work["ranks"]), folder)  # type: ignore[misc]
+        print(json.dumps(found), flush=True)
+
+
+def _work(work: dict[str, Any]) -> dict[str, Any]:
+    if work["kind"] == "bench":  # a claim's ranks have no use for its imports
+        from shardwise.foresight.bench.train import bench_rank
+
+        return bench_rank(work)
+    from shardwise.foresight.verify import measure, plain
+
+    kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"plain": plain.answer, "claim": measure.measure}
+    return kinds[work["kind"]](work)
+
+
+def _import_for(model: str) -> None:
+    """Imports what every rank would, which takes longer than most claims do."""
+    import accelerate  # noqa: F401
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import shardwise.foresight.verify.measure
+    import shardwise.foresight.verify.plain  # noqa: F401
+
+    with contextlib.suppress(Exception):  # a model that brings its own code is imported by the ranks
+        kind = type(AutoConfig.from_pretrained(model, trust_remote_code=False))
+        importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+
+
+def run_ranks(task: Callable[[int], dict[str, Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank found; ends all of them when one fails."""
+    children = {_fork(rank, task, ranks, folder): rank for rank in range(ranks)}
+    found: list[dict[str, Any]] = [{"failed": "it did not answer", "kind": "bug"} for _ in range(ranks)]
+    deadline: float | None = None
+    while children and (deadline is None or time.monotonic() < deadline):
+        for pid, rank in list(children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del children[pid]
+                found[rank] = _read(folder / f"{rank}.json", status)
+                if "failed" in found[rank] and deadline is None:
+                    deadline = time.monotonic() + LAST_WORDS
+        time.sleep(POLL)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return found
+
+
+def _read(file: Path, status: int) -> dict[str, Any]:
+    if file.is_file():
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+    code = os.waitstatus_to_exitcode(status)
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+    hint = " (often for lack of memory)" if code == -signal.SIGKILL else ""
+    return {"failed": how + hint, "kind": "bug"}
+
+
+def _fork(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder: Path) -> int:
+    host = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    _be_rank(rank, task, ranks, folder, host)
+
+
+def _be_rank(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder: Path, host: int) -> NoReturn:
+    code = 1
+    try:
+        from shardwise.core.process import die_with_parent as _die_with_parent
+
+        _die_with_parent(host)
+        log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        answer = _answer(rank, task, ranks, folder)
+        partial = folder / f"{rank}.part"
+        partial.write_text(json.dumps(answer))
+        partial.rename(folder / f"{rank}.json")
+        code = 0
+    finally:
+        # No further collectives, and no waiting for threads of process groups.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _answer(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder: Path) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.core.cpu_probe import usable_cores
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // ranks))
+    try:
+        if ranks > 1:
+            _meet(rank, ranks, folder)
+        found = task(rank)
+        if dist.is_initialized() and ranks > 1:
+            dist.barrier()  # a rank that leaves early would look lost to the others
+        return found
+    except BaseException as error:
+        traceback.print_exc()
+        text = str(error).strip()
+        known = isinstance(error, (UserError, RunFailed))
+        told = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+        lost = any(word in told for word in LOST_PEER)
+        return {"failed": told, "kind": "user" if known else "lost" if lost else "bug"}
+
+
+def _meet(rank: int, ranks: int, folder: Path) -> None:
+    """The ranks' process group; the folder is where they meet, so there is no race for a port."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    told = json.loads((folder / "meet.json").read_text())
+    if told["device"] == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        told["backend"], f"file://{folder}/meet", timedelta(seconds=told["timeout"]), ranks, rank
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,152 @@
+"""The reference: one process, one document at a time, transformers' own forward with eager attention, the plain loss,
+plain AdamW.
+
+Nothing here is taken from the code that is proven: no loader, no packing, no objective, no sharding, no optimizer of
+ours. What it is given are documents (token ids and which of them are learned) and a folder for `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.foresight.verify.compare import write_reference
+from shardwise.foresight.verify.plain_routers import OwnRouters
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS = 2  # the second shows that the first one's update arrived
+
+
+def answer(work: dict[str, Any]) -> dict[str, Any]:
+    """Computes and leaves the reference's answer; `work` is what the Prover tells."""
+    device = torch.device(work["device"])
+    model = _model(work).to(device)
+    trained = _trained(model, work)
+    called = _in_half(model, HALVES[work["precision"]]) if work["precision"] in HALVES else model
+    routers = OwnRouters(model, work["routers"])
+    documents = torch.load(work["documents"], weights_only=True)
+    count = sum(_learned(one, work["task"]) for one in documents)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained.values() if _decays(p, work)], "weight_decay": work["weight_decay"]},
+            {"params": [p for p in trained.values() if not _decays(p, work)], "weight_decay": 0.0},
+        ],
+        lr=work["learning_rate"], betas=tuple(work["betas"]), eps=work["eps"],
+    )  # fmt: skip
+    told: dict[str, Any] = {"units": count, "documents": len(documents)}
+    gradients: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        total = 0.0
+        for document in documents:
+            if _learned(document, work["task"]):
+                loss = _summed_loss(called, document, work["task"], device, routers) / count
+                loss.backward()
+                total += loss.item()
+            elif routers.rate:  # its tokens are routed too
+                with torch.no_grad():
+                    ids = document["ids"][None].to(device)
+                    called(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        norm = sum(float(p.grad.double().square().sum()) for p in trained.values() if p.grad is not None) ** 0.5
+        told |= {"loss" if step == 0 else "after": total, "norm" if step == 0 else "after_norm": norm}
+        if step == 0:
+            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
+        if work["clip"] is not None:
+            torch.nn.utils.clip_grad_norm_(trained.values(), work["clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        biases = routers.update()
+        if step == 0:
+            parameters = {n: p.detach().clone() for n, p in trained.items()} | biases
+            told["biases"] = list(biases)
+    if not work["steps_like_ours"]:  # another optimizer: the gradients are to be compared, what becomes of them is not
+        told.pop("after")
+        parameters = {name: parameters[name] for name in told["biases"]}
+    write_reference(Path(work["answer"]), gradients, parameters, told)
+    return told
+
+
+def _model(work: dict[str, Any]) -> Any:
+    import transformers
+
+    kind = getattr(transformers, work["auto_class"])
+    transformers.utils.logging.set_verbosity_error()
+    # Eager attention is the model's definition: what is faster may compute something else, and SDPA does for some.
+    how = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": work["trust_remote_code"]}
+    model: Any = kind.from_pretrained(work["model"], **how)
+    model.config.use_cache = False
+    return model.train()  # without dropout: the folder's config has none
+
+
+def _in_half(model: Any, kind: torch.dtype) -> Callable[..., Any]:
+    """The model computing in half precision, on weights that stay in single: what rounding alone makes of it."""
+
+    def called(**given: Any) -> Any:
+        halves = {n: p.to(kind) for n, p in model.named_parameters()}
+        return torch.func.functional_call(model, halves, kwargs=given)
+
+    return called
+
+
+def _trained(model: Any, work: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """The parameters that the run trains, by name; low-rank updates are put beside their layers as the paper says."""
+    named = dict(model.named_parameters())
+    added: dict[str, nn.Parameter] = {}
+    if work["adapter"]:
+        from safetensors.torch import load_file
+
+        for key, tensor in load_file(Path(work["adapter"]) / "adapter_model.safetensors").items():
+            name = key.removeprefix("base_model.model.").removesuffix(".weight")
+            added[name] = nn.Parameter(tensor.to(work["device"]))
+        for module, scale in work["scales"].items():
+            _beside(model.get_submodule(module), added[f"{module}.lora_A"], added[f"{module}.lora_B"], scale)
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in work["trained"])
+    return {name: added[name] if name in added else named[name] for name in work["trained"]}
+
+
+def _beside(module: nn.Module, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
+    def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return out + scale * F.linear(F.linear(given[0], down.to(out.dtype)), up.to(out.dtype))
+
+    module.register_forward_hook(add)
+
+
+def _decays(parameter: torch.Tensor, work: dict[str, Any]) -> bool:
+    return parameter.ndim >= 2 or bool(work["decay_norms"])
+
+
+def _learned(document: dict[str, torch.Tensor], task: str) -> int:
+    """What a document counts for: learned tokens, or itself where a class is learned."""
+    if task == "causal":
+        return int(document["learned"][1:].sum())
+    if task == "classify":
+        return 1
+    return int((document["labels"] != -100).sum())
+
+
+def _summed_loss(
+    model: Any, document: dict[str, torch.Tensor], task: str, device: torch.device, routers: OwnRouters
+) -> torch.Tensor:
+    """-log p of everything that is learned of one document, summed; where routers add to it, the model's own loss."""
+    ids = document["ids"][None].to(device)
+    more = {"token_type_ids": document["types"][None].to(device)} if "types" in document else {}
+    if task == "causal" and routers.active:
+        labels = ids.masked_fill(~document["learned"][None].to(device), -100)
+        return routers.loss(model, ids, labels) * _learned(document, task)
+    if task == "causal":
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
+        learned = document["learned"][1:].to(device)
+        return F.cross_entropy(logits[learned].float(), ids[0, 1:][learned], reduction="sum")
+    labels = document["labels"].to(device)
+    if task == "seq2seq":
+        # transformers shifts the target itself, and averages.
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels[None], use_cache=False).loss
+        return torch.as_tensor(loss * len(labels))
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0].float()
+    return F.cross_entropy(logits if task == "masked" else logits[None], labels, reduction="sum")

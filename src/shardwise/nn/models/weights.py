@@ -1,0 +1,164 @@
+"""Streams weights from safetensors into the shards: each rank reads its own rows and no more.
+
+With stage 3 no rank ever holds the whole model; what it holds besides its shards is one piece of at most `PIECE` bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.core.errors import UserError
+from shardwise.distributed.lazy_rows import Rows
+from shardwise.nn.adapters.layers import is_added
+from shardwise.nn.models.heads import head_parameters
+from shardwise.nn.models.stored import damaged, tensor_files
+
+PIECE = 64 << 20
+
+
+class Packing(Protocol):
+    """How a module keeps a parameter that it does not hold as the floats of the files."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the files have it."""
+
+    @property
+    def columns(self) -> slice:
+        """What is kept of each row."""
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of floats → rows of the parameter."""
+
+
+def packing_of(model: nn.Module, name: str) -> Packing | None:
+    """How the module that owns a parameter keeps it, if not as it is: quantised layers have `packings` by name."""
+    owner, _, leaf = name.rpartition(".")
+    packings: Mapping[str, Packing] = getattr(model.get_submodule(owner), "packings", {})
+    return packings.get(leaf)
+
+
+def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
+    """Maps parameters and persistent buffers to their names in the files; None where they must be converted first.
+
+    A new head (nn/models/heads.py) is in no file and so has no name here. Where the files have tensors that answer to
+    no name, what seems missing may be one of them under another name, which transformers knows.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    persistent = set(model.state_dict().keys())
+    wanted = [n for n, _ in model.named_parameters() if not is_added(n)]
+    optional = [n for n, _ in model.named_buffers() if n in persistent]
+    result, new = {}, head_parameters(model)
+    missing = False
+    for name in wanted + optional:
+        bare = name.removeprefix(prefix + ".")
+        aliases = [name, bare, f"{prefix}.{name}", *_tied_names(model, name)]
+        hit = next((alias for alias in aliases if alias in stored), None)
+        if hit is not None:
+            result[name] = hit
+        elif name in wanted and name not in new:
+            return None
+        else:
+            missing = True
+    return None if missing and _unclaimed(model, result, stored) else result
+
+
+def _unclaimed(model: nn.Module, names: dict[str, str], stored: Collection[str]) -> set[str]:
+    """Tensors of the files that are no parameter, under any name that it is tied to, and no buffer."""
+    tied = {alias for name in names for alias in _tied_names(model, name)}
+    return set(stored) - set(names.values()) - tied
+
+
+def new_parameters(model: nn.Module, folder: Path) -> list[str]:
+    """Parameters of a new head, which the files of a folder do not have."""
+    names = match_names(model, tensor_files(folder))
+    if names is None:
+        return []
+    return [name for name, _ in model.named_parameters() if name not in names and not is_added(name)]
+
+
+def _tied_names(model: nn.Module, name: str) -> list[str]:
+    target = model.get_parameter(name) if name in dict(model.named_parameters()) else None
+    if target is None:
+        return []
+    return [n for n, p in model.named_parameters(remove_duplicate=False) if p is target and n != name]
+
+
+def check_shapes(model: nn.Module, folder: Path) -> None:
+    """Opens every file and compares the shapes in it with the model's, reading headers only; for before the ranks."""
+    from safetensors import SafetensorError, safe_open
+
+    stored = tensor_files(folder)
+    names = match_names(model, stored)
+    assert names is not None, "the caller converts folders whose names do not match"
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    for file in sorted({stored[key] for key in names.values()}):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name, key in names.items():
+                    if stored[key] == file:
+                        _check_shape(handle.get_slice(key), packing_of(model, name) or tensors[name], name, file)
+        except (SafetensorError, OSError) as error:
+            raise damaged(file, error) from None
+
+
+def _check_shape(stored: Any, target: torch.Tensor | Packing, name: str, file: Path) -> None:
+    if list(stored.get_shape()) != list(target.shape):
+        problem = f"{name} has shape {list(stored.get_shape())}, the config says {list(target.shape)}"
+        remedy = "the weights and config.json belong to different models: fetch both again"
+        raise UserError("model", str(file), problem, remedy)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | None = None) -> None:
+    """Fills every parameter and persistent buffer of a materialised model from the files of a folder.
+
+    Parameters named in `masters` are written through them.
+    """
+    from safetensors import safe_open
+
+    stored = tensor_files(folder)
+    names = match_names(model, stored)
+    assert names is not None, "the caller converts folders whose names do not match"
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, key in names.items():
+        # Opened anew for each tensor: a mapping keeps every page it has read, and would grow to the rank's whole share.
+        with safe_open(stored[key], framework="pt") as handle:
+            part, packing = handle.get_slice(key), packing_of(model, name)
+            _check_shape(part, packing or tensors[name], name, stored[key])
+            fill_local(tensors[name], part, (masters or {}).get(name), packing)
+
+
+def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, packing: Packing | None = None) -> None:
+    """Copies this rank's part of a tensor from anything that can be sliced like the whole, in bounded pieces."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if isinstance(target, DTensor):
+        _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    else:
+        offset = (0,) * target.ndim
+    if local.numel() == 0:
+        return
+    if local.ndim == 0:
+        local.copy_(whole[...])
+        return
+    inner, width = (packing.shape[1:], 4) if packing else (local.shape[1:], local.element_size())
+    rest = tuple(slice(o, o + s) for o, s in zip(offset[1:], inner, strict=True))
+    if packing is not None:  # columns of floats, not of bytes
+        rest = (*rest[:-1], packing.columns)
+    rows = max(1, PIECE // max(1, torch.Size(inner).numel() * width))
+    for start in range(0, local.shape[0], rows):
+        stop = min(start + rows, local.shape[0])
+        part = whole[(slice(offset[0] + start, offset[0] + stop), *rest)]
+        if packing is not None:
+            part = packing.pack(part.to(local.device))
+        if master is not None:
+            master.write(start, part)
+        else:
+            local[start:stop].copy_(part)

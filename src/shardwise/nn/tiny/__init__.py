@@ -1,0 +1,1 @@
+"""Tiny models of a class, which stand for the large ones when something must be tried."""

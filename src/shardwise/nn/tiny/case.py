@@ -1,0 +1,236 @@
+"""A tiny model of a class against itself in one process: what the zoo (zoo.py) and the check before a run share.
+
+Parameters are moved away from where their authors start them, so that no error hides behind a norm of ones, a bias of
+zeros, scores too small for a cap or a sink to matter, or a recurrent state that decays within a token. Everything is
+computed in double precision: what is left apart is wrong, not rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from shardwise.config.objectives import Task
+from shardwise.core.labels import IGNORE
+from shardwise.data.loader import MicroBatch
+from shardwise.nn.attention.varlen import built_with
+from shardwise.nn.models.build import without_recording
+from shardwise.nn.models.source import ModelSource, quiet
+from shardwise.nn.models.tasks import auto_class
+from shardwise.nn.objective import Loss
+from shardwise.nn.tiny.shrink import shrink
+
+
+class AddsLosses(Protocol):
+    """Adds losses to a forward's own, such as those of routers."""
+
+    def begin(self, batch: MicroBatch) -> None:
+        """Before the forward."""
+
+    def finish(self, loss: Loss, prefix: str) -> Loss:
+        """After it: the loss with what was added."""
+
+
+ROWS, WIDTH, LONGER = 4, 16, 4
+LOSS, GRADIENT = 1e-5, 1e-3  # how far apart is still the same: the loss absolutely, a gradient relative to its largest
+# Of the largest gradient: less is rounding, and single precision's, for norms and routers compute in it whatever the
+# model does (a bias of keys has no gradient but that).
+NOISE = 1e-4
+FIRST = 3  # ids before it are special
+# How far norms and biases, and matrices, are moved: a matrix of width 32 keeps the size of its input.
+VECTOR, MATRIX = 0.3, 0.2
+DECAY = ("A_log",)  # logarithms of how fast a state-space layer forgets, which it does within a token when fresh
+SLOW = 0.05
+
+
+class Refused(Exception):
+    """A model cannot be divided along an axis: which module is in the way, and why."""
+
+    def __init__(self, module: str, why: str) -> None:
+        super().__init__(f"{module}: {why}" if module else why)
+        self.module, self.why = module, why
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model small enough to run here, by its config, and what it is given."""
+
+    config: Any
+    task: Task
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    attention: str = ""  # transformers' name for it; empty: its own choice
+    router: tuple[float, float] = (0.0, 0.0)  # coefficients of the auxiliary loss and the z-loss, where they are tried
+
+    def model(self, attention: str = "") -> Any:
+        """The same on every rank; ready to train. `attention`: another than the case's."""
+        torch.manual_seed(self.seed)
+        with quiet():
+            kind, name = auto_class(self.task), attention or self.attention or None
+            model: Any = built_with(kind, without_recording(self.config), name).to(self.dtype)
+        model.config.use_cache = False
+        if self.dtype is torch.float64:
+            model.config._experts_implementation = "eager"  # grouped matmuls know no double precision
+        _move(model, self.seed + 1)
+        model.tie_weights()
+        return model.train()
+
+    def inputs(self, rows: int = ROWS, width: int = WIDTH) -> dict[str, torch.Tensor]:
+        """What the model's forward takes, `use_cache` apart."""
+        random = torch.Generator().manual_seed(self.seed + 2)
+        if self.task != "seq2seq":
+            return {"input_ids": self._ids(rows, width, random)}
+        # Sources of another width than targets: what is meant for the one would not do for the other.
+        source, target = self._ids(rows, width + LONGER, random), self._ids(rows, width, random)
+        return {"input_ids": source, "decoder_input_ids": target}
+
+    def labels(self, rows: int = ROWS, width: int = WIDTH) -> torch.Tensor:
+        """One per position of the logits (already shifted where that is the task); some are ignored."""
+        random = torch.Generator().manual_seed(self.seed + 3)
+        ids = self._ids(rows, width, random)
+        return ids.masked_fill(torch.rand(rows, width, generator=random) < 0.25, IGNORE)
+
+    def _ids(self, rows: int, width: int, random: torch.Generator) -> torch.Tensor:
+        vocabulary = self.config.get_text_config(decoder=True).vocab_size
+        return torch.randint(FIRST, vocabulary - 1, (rows, width), generator=random)
+
+
+@torch.no_grad()
+def _move(model: nn.Module, seed: int) -> None:
+    """Moves parameters to where everything that a model computes can be seen in its loss."""
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64).to(parameter.dtype)
+        if name.endswith(DECAY):
+            parameter.copy_(math.log(SLOW) + VECTOR * noise)
+        elif parameter.ndim < 2:
+            parameter.add_(VECTOR * noise)
+        else:
+            parameter.add_(MATRIX * noise)
+
+
+def tiny_case(source: ModelSource) -> Case:
+    """Of a model that someone wants to train."""
+    return case_of(shrink(source.config), source.task, source.attention)
+
+
+_SINGLE: dict[tuple[Any, ...], bool] = {}
+
+
+def case_of(config: Any, task: Task, attention: str = "") -> Case:
+    """A case in double precision, or in single where the model's own code mixes the two up."""
+    case = Case(config, task, attention=attention)
+    key = type(config), config.to_json_string(), task
+    if key not in _SINGLE:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                case.model()(**case.inputs(rows=1), use_cache=False)
+            _SINGLE[key] = False
+        except RuntimeError as error:
+            _SINGLE[key] = "dtype" in str(error)
+        except Exception:
+            _SINGLE[key] = False  # whatever it is, it is said where the case is tried
+    return replace(case, dtype=torch.float32) if _SINGLE[key] else case
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The mean loss over the labels and the gradient of every parameter, whole, by name."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far an answer is from that of one process; `module` is the parameter that is furthest off."""
+
+    loss: float
+    gradient: float
+    module: str
+
+    @property
+    def right(self) -> bool:
+        return self.loss <= LOSS and self.gradient <= GRADIENT  # not so for NaN
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor, units: int) -> torch.Tensor:
+    """Cross-entropy summed over the labels of a part, over the `units` of the whole."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum") / units
+
+
+def units_of(labels: torch.Tensor) -> int:
+    """How many labels are learned."""
+    return int((labels != IGNORE).sum())
+
+
+class DoubleSoftmax(TorchFunctionMode):
+    """Keeps softmax in double precision where eager attention asks for single."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        single = kwargs.get("dtype") is torch.float32 and func in (F.softmax, torch.softmax, torch.Tensor.softmax)
+        if single and args[0].dtype is torch.float64:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def summed(
+    model: Any,
+    documents: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
+    units: int,
+    routers: AddsLosses | None = None,
+) -> Answer:
+    """The mean loss over documents that are given one at a time, and its gradients."""
+    losses = []
+    for inputs, labels in documents:
+        ones = torch.ones_like(inputs["input_ids"])
+        if routers is not None:
+            routers.begin(MicroBatch(inputs["input_ids"], labels, None, None))
+        loss = mean_loss(model(**inputs, attention_mask=ones, use_cache=False).logits, labels, units)
+        if routers is not None:
+            loss = routers.finish(Loss(loss * units, loss[None], loss[None]), "").total / units
+        losses.append(loss)
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    return Answer(loss.item(), gradients_of(model))
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name; collective where parameters are divided."""
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: (g.full_tensor() if isinstance(g, DTensor) else g).detach() for n, g in found.items()}
+
+
+def judge(answer: Answer, wanted: Answer) -> Verdict:
+    """Compares; a gradient that is missing, or there without being wanted, is as wrong as can be."""
+    worst, module = 0.0, ""
+    largest = max((float(g.abs().max()) for g in wanted.gradients.values() if g.numel()), default=0.0)
+    for name in {*wanted.gradients, *answer.gradients}:
+        ours, theirs = answer.gradients.get(name), wanted.gradients.get(name)
+        apart = _apart(ours, theirs, largest)
+        if not apart <= worst:
+            worst, module = apart, name
+    return Verdict(abs(answer.loss - wanted.loss), worst, module)
+
+
+def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None, largest: float) -> float:
+    if ours is None or theirs is None:
+        other = ours if ours is not None else theirs
+        assert other is not None
+        return float("inf") if other.any() else 0.0
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    return float((ours - theirs).abs().max() / (theirs.abs().max() + NOISE * largest + 1e-12))

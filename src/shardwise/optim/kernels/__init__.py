@@ -1,0 +1,1 @@
+"""Optimizer updates in one pass over memory."""

@@ -1,0 +1,1 @@
+"""What recomputation saves, and where: ZeRO-R."""

@@ -1,0 +1,129 @@
+"""Sharded parameters cut into pieces that are updated as one, and the layout of each piece's states in one blob.
+
+A piece is a run of rows of neighbouring parameters, of bounded size, whatever the parameters' sizes: the buffers that
+pieces pass through are then small, and copies between places large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.optim.codecs import Codec, Kind, codec_of, columns
+from shardwise.optim.shards import first_row, local_of
+from shardwise.parallel.offload.paging import Page
+from shardwise.parallel.offload.pinned_memory import ALIGNMENT, aligned
+
+Place = tuple[int, tuple[int, ...], torch.dtype]  # offset in a blob, shape, type
+
+
+@dataclass
+class Segment:
+    """Rows of one parameter's shard, and where their states lie in the piece's blob."""
+
+    name: str
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    first: int  # row of the whole parameter at which this rank's shard begins
+    start: int
+    stop: int
+    shape: torch.Size
+    codecs: dict[str, Codec]
+    low: Place | None = None  # of the master's low half
+    parts: dict[str, dict[str, Place]] = field(default_factory=dict)
+
+    @property
+    def offset(self) -> int:
+        """The place of the first element in the whole parameter."""
+        return (self.first + self.start) * columns(self.shape)
+
+
+@dataclass(eq=False)
+class Piece:
+    """Segments that are updated together; the page's first region is their blob."""
+
+    segments: list[Segment]
+    page: Page
+    eager: bool = False
+    layouts: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # for launches, see together.py
+
+    @property
+    def elements(self) -> int:
+        return sum(s.shape.numel() for s in self.segments)
+
+    def blob(self) -> torch.Tensor:
+        """The states where they live."""
+        region = self.page.regions[0]
+        if region.buffer is not None:
+            return region.buffer
+        assert region.file is not None
+        return region.file.mapped(region.offset, region.size)
+
+
+def cut(
+    order: Mapping[str, nn.Parameter], groups: list[dict[str, Any]], states: Sequence[str], kind: Kind, limit: int
+) -> list[Piece]:
+    """Pieces of at most `limit` elements (or a few rows) of the parameters in this order."""
+    group_of = {p: g for g in groups for p in g["params"]}
+    pieces: list[Piece] = []
+    room = 0
+    for name, parameter in order.items():
+        if parameter not in group_of:
+            continue
+        codecs = {state: codec_of(kind, state, parameter.shape) for state in states}
+        shape, first = local_of(parameter).shape, first_row(parameter)
+        width = columns(shape)
+        # Where a parameter is divided, ranges begin on a page of memory in every type of two bytes or more.
+        unit = ALIGNMENT // math.gcd(ALIGNMENT, 2 * width)
+        step = max(unit, limit // width // unit * unit)
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            size = torch.Size((stop - start, *shape[1:]))
+            if room < size.numel() or not pieces:
+                pieces.append(Piece([], Page([])))
+                room = limit
+            segment = Segment(name, parameter, group_of[parameter], first, start, stop, size, codecs)
+            pieces[-1].segments.append(segment)
+            room -= size.numel()
+    return pieces
+
+
+def lay_out(piece: Piece, states: Sequence[str], split: bool) -> int:
+    """Gives every part of every state its place in the blob; returns the blob's size."""
+    at = 0
+
+    def place(shape: Sequence[int], dtype: torch.dtype) -> Place:
+        nonlocal at
+        here, at = at, at + aligned(torch.Size(shape).numel() * dtype.itemsize, 64)
+        return here, tuple(shape), dtype
+
+    for segment in piece.segments:
+        if split:
+            segment.low = place(segment.shape, torch.int16)
+        for state in states:
+            shapes = segment.codecs[state].shapes(segment.shape)
+            segment.parts[state] = {part: place(size, dtype) for part, (size, dtype) in shapes.items()}
+    return at
+
+
+def at(blob: torch.Tensor, place: Place | None) -> torch.Tensor:
+    """What lies at a place of a blob."""
+    assert place is not None
+    offset, shape, dtype = place
+    return blob[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def overlaps(
+    segments: list[tuple[Piece, Segment]], start: int, rows: torch.Tensor
+) -> Iterator[tuple[Piece, Segment, slice, slice]]:
+    """The segments that rows from `start` on fall into: which rows of the segment, and which of those given."""
+    stop = start + len(rows)
+    for piece, segment in segments:
+        low, high = max(start, segment.start), min(stop, segment.stop)
+        if low < high:
+            yield piece, segment, slice(low - segment.start, high - segment.start), slice(low - start, high - start)

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism for unmodified Hugging Face models."""

@@ -1,0 +1,16 @@
+"""What one process computes on a tiny model: the reference of trials and of the zoo."""
+
+from __future__ import annotations
+
+from shardwise.nn.tiny.case import Answer, Case, DoubleSoftmax, summed, units_of
+from shardwise.parallel.routers.install import routers_in
+
+
+def alone(case: Case) -> Answer:
+    """What one process computes by the model's definition (nn/attention/definition.py): eager attention, row by row."""
+    inputs, labels = case.inputs(), case.labels()
+    rows = [{name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))]
+    model = case.model(attention="eager")
+    routers = routers_in(model, case.config, case.task, *case.router)
+    with DoubleSoftmax():
+        return summed(model, zip(rows, labels.split(1), strict=True), units_of(labels), routers)

@@ -1,0 +1,99 @@
+"""Measures the collectives of a sharded model at FSDP's own seams: what gathers and reduces is wrapped, not replaced.
+
+All-gather and reduce-scatter are objects that FSDP calls. The all-reduce across replicas is not, but FSDP calls a hook
+right after it on the same stream; its time is from the end of what came before on the way (the reduce-scatter, or where
+there is none the copy into the buffer) to that hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from shardwise.observe.breakdown import Timer
+from shardwise.parallel.zero.collectives import WeightGather
+from shardwise.parallel.zero.stages import parameter_groups
+
+
+def watch_collectives(model: nn.Module, timer: Timer) -> None:
+    """From now on the timer hears of every gather and reduction of the model's parameters; call after sharding."""
+    if not timer.on:
+        return
+    for unit in model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        for group in parameter_groups(unit):
+            if isinstance(group._all_gather_comm, _Gather):
+                continue  # modules that share a group
+            unit.set_custom_all_gather(_Gather(group._all_gather_comm, timer))
+            reduce = _Reduce(group._reduce_scatter_comm, timer)
+            unit.set_custom_reduce_scatter(reduce)
+            if group._is_hsdp:
+                unit.set_all_reduce_hook(reduce.all_reduced(group._all_reduce_process_group, group._all_reduce_hook))
+
+
+class _Gather(AllGather):
+    def __init__(self, inner: Any, timer: Timer) -> None:
+        self._inner, self._timer = inner, timer
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer: torch.Tensor = self._inner.allocate(*args, **kwargs)
+        return buffer
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        packed = isinstance(self._inner, WeightGather)
+        size = self._inner.moved(input_tensor, group.size()) if packed else output_tensor.nbytes
+        with self._timer.collective("all_gather", size, group.size(), part="gather"):
+            return self._inner(output_tensor, input_tensor, group, async_op)
+
+
+class _Reduce(ReduceScatter):
+    def __init__(self, inner: Any, timer: Timer) -> None:
+        self._inner, self._timer = inner, timer
+        self._open: AbstractContextManager[Any] | None = None
+        self._replicas = 1
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer: torch.Tensor = self._inner.allocate(*args, **kwargs)
+        self._begin(buffer)
+        return buffer
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        with self._timer.collective("reduce_scatter", input_tensor.nbytes, group.size(), part="reduce"):
+            work = self._inner(output_tensor, input_tensor, group, op, async_op)
+        self._begin(output_tensor)
+        return work
+
+    def all_reduced(self, group: dist.ProcessGroup, then: Callable[[torch.Tensor], None] | None) -> Any:
+        """A hook for the end of the all-reduce over `group`, followed by the one that was there."""
+        self._replicas = group.size()
+
+        def hook(reduced: torch.Tensor) -> None:
+            if self._open is not None:
+                self._open.__exit__(None, None, None)
+                self._open = None
+            if then is not None:
+                then(reduced)
+
+        return hook
+
+    def _begin(self, buffer: torch.Tensor) -> None:
+        """An all-reduce may follow; where none does (not the last micro-batch) this beginning is forgotten."""
+        self._open = self._timer.collective("all_reduce", buffer.nbytes, self._replicas, part="reduce")
+        self._open.__enter__()

@@ -1,0 +1,1 @@
+"""Ends a run that stalls, and names the rank that held it up."""
