@@ -89,7 +89,7 @@ def main(size: str, settings: list[str]) -> None:
     started = time.perf_counter()
     jobs.check_room = lambda *args: None  # nothing is saved
     resolve._check_method = lambda *args: None  # adapters of random weights are refused
-    job = jobs.prepare_job(load_run(run, settings))
+    job = jobs.prepare_run(load_run(run, settings))
     world = init_world(job.run)
     setup.fill_model = lambda job, sharded, masters: fill(sharded)  # type: ignore[assignment]
     setup.check_model = lambda *args: None  # type: ignore[assignment]

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.cli import doctor
-from shardwise.cli.doctor import Finding, Report, diagnose, render
+from shardwise.cli.doctor import DoctorReport, Finding, diagnose, render
 from shardwise.core.cpu_probe import CpuProbe
 
 SECTIONS = ["system", "versions", "devices", "network", "model", "distributed"]
@@ -26,14 +26,14 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DoctorReport]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWISE_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         yield diagnose()
 
 
-def text_of(report: Report) -> str:
+def text_of(report: DoctorReport) -> str:
     console = Console(width=200, file=None, record=True, quiet=False)
     with console.capture() as capture:
         console.print(render(report))
@@ -46,24 +46,24 @@ def only(findings: Iterator[Finding], name: str) -> Finding:
     return found[0]
 
 
-def test_this_machine_is_looked_at_in_every_section(here: Report) -> None:
+def test_this_machine_is_looked_at_in_every_section(here: DoctorReport) -> None:
     assert list(here.sections) == SECTIONS
     assert all(here.sections.values())
     broken = [finding for findings in here.sections.values() for finding in findings if finding.name == "check"]
     assert not broken
 
 
-def test_gloo_starts_here_and_says_so(here: Report) -> None:
+def test_gloo_starts_here_and_says_so(here: DoctorReport) -> None:
     trial = only(here.sections["distributed"], "gloo trial")
     assert trial.level == "ok" and "reduced" in trial.text
 
 
-def test_a_warning_always_says_what_to_do(here: Report) -> None:
+def test_a_warning_always_says_what_to_do(here: DoctorReport) -> None:
     bad = [finding for findings in here.sections.values() for finding in findings if finding.level in ("warn", "fail")]
     assert all(finding.remedy for finding in bad)
 
 
-def test_json_holds_what_the_screen_shows(here: Report) -> None:
+def test_json_holds_what_the_screen_shows(here: DoctorReport) -> None:
     data = json.loads(here.to_json())
     shown = text_of(here)
     assert list(data["sections"]) == SECTIONS

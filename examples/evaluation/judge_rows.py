@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardwise.evaluate.verdicts import Exchange, pair_prompt, single_prompt
+from shardwise.evaluate.verdicts import JudgedTurns, pair_prompt, single_prompt
 
 GOOD, BAD = "The reply is correct.\nRating: 9", "The reply is wrong.\nRating: 2"
 
@@ -25,7 +25,7 @@ def conversation(row: dict[str, Any], draw: random.Random) -> list[dict[str, str
     right = row["choices"][row["answer"]]
     wrong = draw.choice([choice for choice in row["choices"] if choice != right])
     first, second = draw.sample([right, wrong], 2)
-    one, two = (Exchange([row["question"]], [said]) for said in (first, second))
+    one, two = (JudgedTurns([row["question"]], [said]) for said in (first, second))
     if draw.random() < 0.5:
         asked, said = single_prompt(one), GOOD if first == right else BAD
     else:

@@ -11,9 +11,9 @@ from shardwise.config.resolve import (
     world_size,
 )
 from shardwise.config.schema import Run
-from shardwise.data.distillation_batch import TaughtLayout
+from shardwise.data.distillation_batch import DistillationLayout
 from shardwise.data.epochs import Epochs
-from shardwise.data.layout import CausalLayout, Layout
+from shardwise.data.layout import BatchLayout, CausalLayout
 from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.preference_layout import LAYOUTS
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class ResolvedRun:
     """A run that is ready to start."""
 
     run: Run
@@ -57,10 +57,10 @@ class Job:
         return padding_id(self.tokenizer)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BatchLayout:
         """How documents become what the objective takes."""
         if self.teacher is not None:
-            return TaughtLayout(self.pad_id, self.teacher.answers)
+            return DistillationLayout(self.pad_id, self.teacher.answers)
         if purpose_of(self.run) in ROW_PURPOSES:
             vocabulary = self.source.config.get_text_config().vocab_size
             return row_layout(self.run.objective, self.tokenizer, self.pad_id, self.run.train.seed, vocabulary)

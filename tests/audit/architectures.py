@@ -115,12 +115,12 @@ def _write_model(model_type: str, task: str, folder: Path, shared: Path, seed: i
     from transformers import CONFIG_MAPPING
 
     from shardwise.foresight.verify.sized import still
-    from shardwise.nn.tiny.case import Case
+    from shardwise.nn.tiny.case import TinyCase
     from shardwise.nn.tiny.shrink import shrink
 
     config = shrink(CONFIG_MAPPING[model_type](**VARIANTS.get(model_type, {})))
     _set_vocabulary(config)
-    case = Case(still(config), task, seed, torch.float32)  # type: ignore[arg-type]
+    case = TinyCase(still(config), task, seed, torch.float32)  # type: ignore[arg-type]
     model = case.model(attention="eager")
     for module in model.modules():  # as trained models have it, and as some classes make it when they are loaded
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
@@ -166,7 +166,7 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
     import torch
 
     from shardwise.config.load import load_run
-    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.prepare import prepare_run
     from shardwise.foresight.verify import measure, plain
     from shardwise.foresight.verify.compare import Bounds
     from shardwise.foresight.verify.prove import _documents, _routers, _trained
@@ -174,7 +174,7 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
-    job = prepare_job(load_run(run), lambda text: found.notes.append(text) if "attention" in text else None)
+    job = prepare_run(load_run(run), lambda text: found.notes.append(text) if "attention" in text else None)
     found.packed = bool(job.run.data.packing)
     found.notes += [why for path, why in job.reasons.items() if path in ("data.packing", "train.micro_batch_size")]
     torch.save(_documents(job, ROWS), folder / "documents.pt")
@@ -195,9 +195,9 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
         "run": job.run.model_dump(mode="json"), "against": str(folder / "answer.safetensors"),
         "bounds": BOUNDS,
     })  # fmt: skip
-    from shardwise.foresight.verify.compare import Difference
+    from shardwise.foresight.verify.compare import ParityDifference
 
-    difference = Difference(**answer["difference"])
+    difference = ParityDifference(**answer["difference"])
     found.loss, found.gradient = difference.loss, difference.gradient
     trouble = difference.trouble(Bounds(**BOUNDS))
     found.outcome, found.why = ("differs", trouble) if trouble else ("equal", "")

@@ -22,7 +22,7 @@ from shardwise.export import command, gguf_file
 from shardwise.export.check import Mismatch
 from shardwise.export.command import export_folder, export_gguf
 from shardwise.export.families import FAMILIES
-from shardwise.nn.models.names import Link, Part
+from shardwise.nn.models.names import TensorNames, TensorPart
 
 Plant = Callable[[pytest.MonkeyPatch, Path], None]
 
@@ -60,7 +60,7 @@ def stale_head(patch: pytest.MonkeyPatch, source: Path) -> None:
     back = hf._Back.__call__
     before = load_file(source / "model.safetensors")["lm_head.weight"]
 
-    def call(self: Any, part: Part, name: str) -> torch.Tensor:
+    def call(self: Any, part: TensorPart, name: str) -> torch.Tensor:
         return before if name == "lm_head.weight" else back(self, part, name)
 
     patch.setattr(hf._Back, "__call__", call)
@@ -70,7 +70,7 @@ def swapped_names(patch: pytest.MonkeyPatch, source: Path) -> None:
     back = hf._Back.__call__
     other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
 
-    def call(self: Any, part: Part, name: str) -> torch.Tensor:
+    def call(self: Any, part: TensorPart, name: str) -> torch.Tensor:
         for one, two in other.items():
             if f"layers.2.mlp.{one}" in name:
                 found = next(p for p in self._linked.parts if p.writes == (name.replace(one, two),))
@@ -120,7 +120,7 @@ def test_without_a_bug(output: Path, tmp_path: Path) -> None:
 def no_biases(patch: pytest.MonkeyPatch) -> None:
     plan = command.plan_gguf
 
-    def planned(*args: Any, **more: Any) -> gguf_file.Plan:
+    def planned(*args: Any, **more: Any) -> gguf_file.GgufPlan:
         made = plan(*args, **more)
         return replace(made, tensors=[one for one in made.tensors if not one.name.endswith(".bias")])
 
@@ -162,5 +162,5 @@ def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str) 
 
 def test_lost_names_are_known() -> None:
     """What a link cannot give back is told by the link itself."""
-    linked = Link(None, {"a": "b"}, ("c",), {}, [Part(("b",), ("a",))])
+    linked = TensorNames(None, {"a": "b"}, ("c",), {}, [TensorPart(("b",), ("a",))])
     assert linked.lost == {"c"}

@@ -11,7 +11,7 @@ from audit.conversations import shapes
 from audit.templates import BASIC, Verdict, audit, own, summary
 from shardwise.data import render, template, turns
 from shardwise.data import turn_ends as ends
-from shardwise.data.template_probe import Manner
+from shardwise.data.template_probe import TemplateStyle
 from shardwise.data.turn_ends import End
 
 PLAIN = (
@@ -81,7 +81,7 @@ def no_end(markers: Any, gap: str, end: End) -> End:
 
 def second_header(patch: pytest.MonkeyPatch) -> None:
     """The header of a second answer in a row is trained on."""
-    patch.setattr(Manner, "opens", lambda *_: False)
+    patch.setattr(TemplateStyle, "opens", lambda *_: False)
 
 
 def no_prompt(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from support import copies
 from support.ranks import run_ranks
 
 from shardwise.checkpoint import host_copies
-from shardwise.checkpoint.exchange import Transfer, fetches, ring
+from shardwise.checkpoint.exchange import FileTransfer, fetches, ring
 from shardwise.checkpoint.host_copies import Life, list_copies, read_life
 from shardwise.core.errors import UserError
 
@@ -65,7 +65,7 @@ def test_the_ring() -> None:
 def test_files_are_fetched_once_by_a_host_that_lacks_them() -> None:
     hosts, holders = ["a", "b", "b"], {"x": ["a"], "y": ["a", "b"]}
     found = fetches([{"x"}, {"x", "y"}, {"x"}], hosts, holders, {"x": 5, "y": 6})
-    assert found == [Transfer(0, 1, "x", 5)]
+    assert found == [FileTransfer(0, 1, "x", 5)]
 
 
 def test_starts_that_went_back() -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 from support.starts import checkpoint, chosen
 
-from shardwise.checkpoint.copies import NoCopies
+from shardwise.checkpoint.copies import NoMemoryCheckpoints
 from shardwise.core.errors import UserError
 from shardwise.train.resume import find_start, records, told
 
 
-class Memory(NoCopies):
+class Memory(NoMemoryCheckpoints):
     """One copy, of a step."""
 
     def __init__(self, step: int) -> None:
@@ -51,9 +51,9 @@ def test_nothing_is_put_aside_where_none_is_whole(tmp_path: Path, group: dist.Pr
     for step in (2, 4):
         (checkpoint(tmp_path, step) / "part-0").unlink()
     with pytest.raises(UserError, match=r"step-00000004.part-0 is missing; it was not loaded\n.*resume=never"):
-        find_start("auto", tmp_path, NoCopies(), group)
+        find_start("auto", tmp_path, NoMemoryCheckpoints(), group)
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
-    assert find_start("auto", tmp_path / "empty", NoCopies(), group).folder is None
+    assert find_start("auto", tmp_path / "empty", NoMemoryCheckpoints(), group).folder is None
 
 
 def test_a_copy_in_memory_counts_as_a_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:

@@ -14,7 +14,7 @@ from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
 from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
-from shardwise.distributed.mesh import Layout, layout_of
+from shardwise.distributed.mesh import MeshLayout, layout_of
 from shardwise.distributed.mesh_diagram import axis_lines, picture
 
 
@@ -70,7 +70,7 @@ def test_settings_without_their_axis() -> None:
 
 def test_where_ranks_sit() -> None:
     layout = layout_of(the_run(tensor=2, pipeline=2, context=2, zero=3).parallel, 16)
-    assert layout == Layout(1, 4, 2, 2, 2)
+    assert layout == MeshLayout(1, 4, 2, 2, 2)
     places = [layout.place(rank) for rank in range(16)]
     assert len(set(places)) == 16 and layout.data == 2
     # Neighbours share a tensor group, then a context group.
@@ -83,9 +83,9 @@ def test_where_ranks_sit() -> None:
 
 
 def test_expert_groups_lie_in_a_stage() -> None:
-    assert Layout(1, 4, 2, 2, 2, 4).expert_mesh == (2, 1, 2, 4)
-    assert Layout(4, 1, expert=2).expert_mesh == (1, 2, 1, 2)  # stage 0: copies, nothing divided
-    assert Layout(2, 2, tensor=2, expert=8).expert_mesh == (1, 1, 1, 8)
+    assert MeshLayout(1, 4, 2, 2, 2, 4).expert_mesh == (2, 1, 2, 4)
+    assert MeshLayout(4, 1, expert=2).expert_mesh == (1, 2, 1, 2)  # stage 0: copies, nothing divided
+    assert MeshLayout(2, 2, tensor=2, expert=8).expert_mesh == (1, 1, 1, 8)
 
 
 def test_stages_get_micro_batches_to_work_on() -> None:

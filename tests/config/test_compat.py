@@ -23,7 +23,7 @@ from shardwise.config.combinations import (
     FEATURES,
     RULES,
     Feature,
-    Rule,
+    CombinationRule,
     clashes,
     combines,
     feature,
@@ -50,7 +50,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def rule_name(rule: Rule) -> str:
+def rule_name(rule: CombinationRule) -> str:
     return "+".join(side[0].name + "…" * (len(side) > 1) for side in rule.sides).replace(" ", "")
 
 
@@ -67,7 +67,7 @@ def refused(settings: dict[str, Any], folder: Path) -> UserError | None:
 
 
 @pytest.mark.parametrize("rule", REFUSALS, ids=rule_name)
-def test_each_refusal_is_told(rule: Rule, tmp_path: Path) -> None:
+def test_each_refusal_is_told(rule: CombinationRule, tmp_path: Path) -> None:
     """Every choice of one feature per side, by the rule's own words, field and remedy."""
     words = re.sub(r"\\{[a-z.\\]+\\}", ".+", re.escape(rule.why)) + (r" \(at .+\)" if rule.section else "")
     for features in product(*rule.sides):

@@ -20,7 +20,7 @@ from shardwise.config.resolve import (
     world_size,
 )
 from shardwise.core.errors import UserError
-from shardwise.foresight.prepare import prepare_job
+from shardwise.foresight.prepare import prepare_run
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,7 @@ def test_resume_must_name_a_checkpoint(tmp_path: Path) -> None:
 
     for name, problem in {"empty": "is no checkpoint", "absent": "there is no such checkpoint"}.items():
         with pytest.raises(UserError) as caught:
-            prepare_job(load_run({"model": "none", "data": {"train": "none"}}, settings(name)))
+            prepare_run(load_run({"model": "none", "data": {"train": "none"}}, settings(name)))
         assert caught.value.field == "resume" and problem in caught.value.problem
 
 

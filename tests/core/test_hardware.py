@@ -10,7 +10,7 @@ import pytest
 from shardwise.core.errors import UserError
 from shardwise.core.hardware import specs as hardware
 from shardwise.core.hardware.catalogue import catalogue
-from shardwise.core.hardware.measured import Measured, applied, measured_file, read_measured, write_measured
+from shardwise.core.hardware.measured import MeasuredDevice, applied, measured_file, read_measured, write_measured
 from shardwise.core.hardware.specs import cluster_of, device_names, find_device, network_names, peak_of, this_machine
 
 GIB = 2**30
@@ -165,8 +165,10 @@ def test_this_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = this_machine()
     assert machine.device.kind == "cpu" and machine.ranks == 1
     assert machine.device.memory == machine.host_memory > GIB // 2
-    write_measured(Measured("cpu", _host(), "2025-01-01", "2.11", matmul={"fp32": 8e10}, disk_read=7e8, host_adam=2e8,
-                            stream=1e10, attention_forward=4e10, launch=2e-6, within_bandwidth=3e9))  # fmt: skip
+    write_measured(MeasuredDevice(
+        "cpu", _host(), "2025-01-01", "2.11", matmul={"fp32": 8e10}, disk_read=7e8, host_adam=2e8, stream=1e10,
+        attention_forward=4e10, launch=2e-6, within_bandwidth=3e9,
+    ))  # fmt: skip
     measured = this_machine()
     assert measured.device.flops("fp32") == pytest.approx(8e10)
     assert measured.device.attention_flops().forward == pytest.approx(4e10)
@@ -188,7 +190,7 @@ def test_this_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA Imaginary 1")
     with pytest.raises(UserError, match="not in the hardware table"):
         this_machine()
-    write_measured(Measured("NVIDIA Imaginary 1", _host(), "", "", matmul={"bf16": 5e13}, stream=4e11))
+    write_measured(MeasuredDevice("NVIDIA Imaginary 1", _host(), "", "", matmul={"bf16": 5e13}, stream=4e11))
     unknown = this_machine()
     assert unknown.device.name == "NVIDIA Imaginary 1" and unknown.price is None
     assert unknown.device.flops("bf16") == 5e13 and unknown.device.bandwidth * unknown.device.stream == 4e11
@@ -196,7 +198,7 @@ def test_this_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_measured_shares_are_of_the_table_s_peak() -> None:
     cluster = cluster_of("h200")
-    found = Measured("NVIDIA H200", "here", "", "", matmul={"bf16": 800e12, "fp8": 1200e12}, stream=4.3e12,
+    found = MeasuredDevice("NVIDIA H200", "here", "", "", matmul={"bf16": 800e12, "fp8": 1200e12}, stream=4.3e12,
                      attention_forward=600e12, attention_backward=450e12, host_link=50e9, across_bandwidth=20e9,
                      across_latency=7e-6)  # fmt: skip
     after = applied(found, cluster)
@@ -208,7 +210,7 @@ def test_measured_shares_are_of_the_table_s_peak() -> None:
 
 
 def test_results_of_other_versions_are_left_aside() -> None:
-    file = write_measured(Measured("cpu", _host(), "", ""))
+    file = write_measured(MeasuredDevice("cpu", _host(), "", ""))
     assert file == measured_file("cpu") and read_measured("cpu") is not None
     file.write_text(file.read_text().replace('"version": 1', '"version": 0'))
     assert read_measured("cpu") is None

@@ -27,9 +27,9 @@ def test_no_moment_is_the_wrong_one() -> None:
 
 
 def test_it_is_waited_for() -> None:
-    from shardwise.core.stop_requested import Asked
+    from shardwise.core.stop_requested import StopRequested
 
-    asked, began = Asked(), time.monotonic()
+    asked, began = StopRequested(), time.monotonic()
     assert not asked.wait(0.12) and 0.1 < time.monotonic() - began < 5
     asked(signal.SIGTERM, None)
     assert asked and asked.wait(30) and asked.number == signal.SIGTERM and time.monotonic() - began < 10

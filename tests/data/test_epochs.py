@@ -24,7 +24,7 @@ from shardwise.data import epochs as module
 from shardwise.data.epochs import Epochs, micro_batches, stream_in_words
 from shardwise.data.loader import IGNORE, Loader, StepBatch
 from shardwise.data.mixing import passes_per_epoch
-from shardwise.data.prefetcher import Ahead
+from shardwise.data.prefetcher import Prefetcher
 from shardwise.nn.objective import sum_by_source
 from shardwise.train.heldout import summed_losses
 
@@ -68,7 +68,7 @@ def loader_of(case: Case, folder: Path, epochs: Epochs | None = None) -> Loader:
 def walk(case: Case, epochs: Epochs, make: Callable[[], Loader]) -> list[list[StepBatch]]:
     """The steps of a run, each as what all ranks make of it; every rank has a loader of its own, as processes have."""
     steps, position = list[list[StepBatch]](), 0
-    ranks = [Ahead(make(), case.batch, case.micro, rank, case.ranks, epochs.end) for rank in range(case.ranks)]
+    ranks = [Prefetcher(make(), case.batch, case.micro, rank, case.ranks, epochs.end) for rank in range(case.ranks)]
     for _ in range(epochs.steps(case.batch)):
         steps.append([rank.step(position) for rank in ranks])
         position += steps[-1][0].sequences

@@ -15,7 +15,7 @@ from support.stores import LENGTH, PAD, documents, ids_of, places, seen, stream
 from shardwise.core.errors import UserError
 from shardwise.data.loader import IGNORE, Loader, MicroBatch
 from shardwise.data.mixing import SourceStream
-from shardwise.data.prefetcher import Ahead
+from shardwise.data.prefetcher import Prefetcher
 
 BATCH, COUNT = 8, 150
 
@@ -291,7 +291,7 @@ class TestAhead:
     """The next batch is laid out in the background, and nothing but the time it takes is different."""
 
     def test_gives_the_same_batches(self) -> None:
-        with Ahead(mixed(), BATCH, 2, 1, 2, end=20 * BATCH) as ahead:
+        with Prefetcher(mixed(), BATCH, 2, 1, 2, end=20 * BATCH) as ahead:
             plain = mixed()
             for n in [*range(10), 3, 4, *range(15, 20)]:  # also where it is not the next that is asked for
                 assert same(ahead.step(n * BATCH), plain.step(n * BATCH, BATCH, 2, 1, 2))
@@ -300,14 +300,14 @@ class TestAhead:
         source, asked = loader(), []
         step = source.step
         monkeypatch.setattr(source, "step", lambda at, *rest: (asked.append(at), step(at, *rest))[1])
-        with Ahead(source, BATCH, 1, 0, 1, end=3 * BATCH) as ahead:
+        with Prefetcher(source, BATCH, 1, 0, 1, end=3 * BATCH) as ahead:
             for n in range(3):
                 ahead.step(n * BATCH)
         assert asked == [0, BATCH, 2 * BATCH]
 
     def test_raises_where_the_batch_is_asked_for(self, tmp_path: Path) -> None:
         store = stores.write_store(tmp_path / "a", documents(40), 16, done=False)
-        with Ahead(stores.loader([SourceStream("a", store)], window=16), 1, 1, 0, 1, end=1000) as ahead:
+        with Prefetcher(stores.loader([SourceStream("a", store)], window=16), 1, 1, 0, 1, end=1000) as ahead:
             assert ahead.step(0).supervised
             stores_fail(tmp_path / "a")
             with pytest.raises(UserError, match="went wrong"):
@@ -319,7 +319,7 @@ class TestAhead:
         store = stores.write_store(tmp_path / "a", documents(32), 16, done=False)
         source = stores.loader([SourceStream("a", store)], window=16)
         first = len(source._window(0))
-        with Ahead(source, first, 1, 0, 1, end=1000) as ahead:
+        with Prefetcher(source, first, 1, 0, 1, end=1000) as ahead:
             ahead.step(0)
         assert not [t for t in threading.enumerate() if t.name == "next batch"]
 

@@ -18,7 +18,7 @@ from support.chat import chat_tokenizer
 from support.tiny import CHATML
 
 from shardwise.core.errors import UserError
-from shardwise.data.statistics import Bill
+from shardwise.data.statistics import DataStatistics
 from shardwise.foresight.data_report.advice import Notice, problems, warnings
 from shardwise.foresight.data_report.page import render_page, write_page
 from shardwise.foresight.data_report.preview import Sample
@@ -92,7 +92,7 @@ def hostile(tmp_path: Path, tokenizer: Any) -> str:
     return render_page(HOSTILE, shown, samples, tokenizer, notices, [UserError(HOSTILE, HOSTILE, HOSTILE, HOSTILE)])
 
 
-def simple(tokenizer: Any, shown: Bill | None = None, *samples: Sample) -> Page:
+def simple(tokenizer: Any, shown: DataStatistics | None = None, *samples: Sample) -> Page:
     shown = shown or bill()
     return Page(render_page("Data of run.yaml", shown, samples, tokenizer, warnings(shown), problems(shown)))
 

@@ -15,7 +15,7 @@ from support.chat import chat_tokenizer
 from support.tiny import CHATML
 
 from shardwise.core.printable import ASCII, one_line, several_lines, visible
-from shardwise.foresight.data_report.preview import Pieces, Preview, Sample, Span, shortened, shown, spans
+from shardwise.foresight.data_report.preview import Preview, Sample, TextSpan, TokenBytes, shortened, shown, spans
 
 TEXTS = [
     "plain words, and more",
@@ -52,7 +52,7 @@ def word_pieces() -> Any:
 def test_every_character_once(kind: str, text: str) -> None:
     tokenizer = chat_tokenizer(CHATML, kind=kind)
     one = sample(tokenizer, text)
-    found = spans(Pieces(tokenizer), one.tokens, one.learned)
+    found = spans(TokenBytes(tokenizer), one.tokens, one.learned)
     written = "".join(span.text for span in found)
     assert written.removeprefix(" " if kind == "pieces" else "") == text
     assert sum(span.tokens for span in found) == len(one.tokens) and not any(span.broken for span in found)
@@ -62,13 +62,14 @@ def test_words_that_go_on() -> None:
     tokenizer = word_pieces()
     one = sample(tokenizer, "the playing played end.")
     assert (
-        "".join(s.text for s in spans(Pieces(tokenizer), one.tokens, one.learned)).strip() == "the playing played end ."
+        "".join(s.text for s in spans(TokenBytes(tokenizer), one.tokens, one.learned)).strip()
+        == "the playing played end ."
     )
 
 
 def test_characters_cut_in_half(tokenizer: Any) -> None:
     """Half learned, half not: bytes, each with its own mask. Not a character at all: bytes too."""
-    pieces = Pieces(tokenizer)
+    pieces = TokenBytes(tokenizer)
     one = sample(tokenizer, "a👍b")
     assert len(one.tokens) == 6, "this tokenizer has no token for it"
     whole = spans(pieces, one.tokens, one.learned)
@@ -89,14 +90,14 @@ def test_masks_follow_the_tokens(tokenizer: Any) -> None:
     rng = random.Random(0)
     for _ in range(50):
         learned = np.array([rng.random() < 0.5 for _ in tokens])
-        found = spans(Pieces(tokenizer), tokens, learned)
+        found = spans(TokenBytes(tokenizer), tokens, learned)
         flat = [span.learned for span in found for _ in range(span.tokens)]
         assert flat == learned.tolist()
     assert [s.text for s in found if s.special] == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
 
 
 def test_tokens_that_nobody_knows(tokenizer: Any) -> None:
-    found = spans(Pieces(tokenizer), [10**6], [True])
+    found = spans(TokenBytes(tokenizer), [10**6], [True])
     assert [span.text for span in found] == ["<token 1000000>"]
 
 
@@ -104,7 +105,7 @@ def test_tokens_that_nobody_knows(tokenizer: Any) -> None:
 @pytest.mark.parametrize("most", [3, 30, 400])
 def test_long_examples_lose_their_middle(tokenizer: Any, text: str, most: int) -> None:
     one = sample(tokenizer, text * 3, learned_from=4 if text[0] == "👍" else 5)
-    found = shortened(Pieces(tokenizer), one, most)
+    found = shortened(TokenBytes(tokenizer), one, most)
     gaps = [span for span in found if span.left_out]
     assert sum(span.tokens for span in found) == len(one.tokens)
     assert len(gaps) == (len(one.tokens) > most)
@@ -133,7 +134,7 @@ def test_what_cannot_be_seen_is_marked() -> None:
 
 
 def test_a_space_before_a_special_token_is_seen() -> None:
-    parts = [Span("Hi ", True, False, 1), Span("<|im_end|>", True, True, 1), Span(" a", False, False, 1)]
+    parts = [TextSpan("Hi ", True, False, 1), TextSpan("<|im_end|>", True, True, 1), TextSpan(" a", False, False, 1)]
     assert "".join(text for text, *_ in shown(parts)) == "Hi·<|im_end|> a"
 
 

@@ -12,7 +12,7 @@ from support.encoders import make_tokenizer
 
 from shardwise.config.schema import Data, Source
 from shardwise.core.errors import UserError
-from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
+from shardwise.data.examples import BadRow, Document, Example, Raw, RowOutcomes
 from shardwise.data.formats import detect, understand
 from shardwise.data.labels import class_of, collect_labels, label_name, ordered
 from shardwise.data.prepare import prepare_data
@@ -29,10 +29,12 @@ def render(kind: str, purpose: Any, *examples: Example, labels: tuple[str, ...] 
     return list(renderer.render(examples))
 
 
-def fitted(kind: str, purpose: Any, limit: int, over: str | None, document: Document) -> tuple[list[Document], Fates]:
+def fitted(
+    kind: str, purpose: Any, limit: int, over: str | None, document: Document
+) -> tuple[list[Document], RowOutcomes]:
     spec = Spec("data.train.0", 0, Source(path="x"), Data(train="x", sequence_length=limit, over_length=over), 0, 0.0,
                 purpose=purpose)  # fmt: skip
-    fates, refused = Fates(), []
+    fates, refused = RowOutcomes(), []
     renderer = Renderer(tokenizer_of(kind), "assistant", "data.train.0", purpose)
     pieces = fit(document, False, spec, fates, refused, renderer)
     for one in refused:

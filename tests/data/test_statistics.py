@@ -19,9 +19,9 @@ from support.bills import HOSTILE, bill, source
 from shardwise.config.schema import Source
 from shardwise.data.statistics import (
     LENGTH_EDGES,
-    Bill,
-    PackingBill,
-    SourceBill,
+    DataStatistics,
+    PackingStatistics,
+    SourceStatistics,
     add_lengths,
     bin_range,
     coarse,
@@ -89,10 +89,10 @@ def test_from_the_facts_of_a_store() -> None:
         "lengths": histogram, "format": "chat", "reason": "because", "seconds": 0.5, "largest_token": 7,
     }  # fmt: skip
     settings = Source(path="a.jsonl", weight=2.0)
-    one = SourceBill.from_facts(settings, "a", json.loads(json.dumps(facts)), held_out=1, cached=True)
+    one = SourceStatistics.from_facts(settings, "a", json.loads(json.dumps(facts)), held_out=1, cached=True)
     assert (one.name, one.path, one.rows, one.weight, one.held_out, one.cached) == ("a", "a.jsonl", 3, 2.0, 1, True)
     assert one.tokens_per_second == 60 and one.left_out == 1 and 20 <= one.percentile(1.0) <= 21
-    assert SourceBill.from_facts(settings, "a", facts | {"longest": 20}).percentile(1.0) == 20
+    assert SourceStatistics.from_facts(settings, "a", facts | {"longest": 20}).percentile(1.0) == 20
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,19 @@ def test_the_json_keeps_its_keys() -> None:
     }  # fmt: skip
 
 
-def kinds(of: Bill) -> set[tuple[str, str]]:
+def kinds(of: DataStatistics) -> set[tuple[str, str]]:
     return {(notice.kind, notice.source) for notice in warnings(of)}
 
 
-def shared(**changes: Any) -> Bill:
+def shared(**changes: Any) -> DataStatistics:
     return bill(source("a", share=0.5), source("b", **changes))
 
 
-def packed(efficiency: float, length: int = 300, sequences: int = 200, window: int = 65536, on: bool = True) -> Bill:
+def packed(
+    efficiency: float, length: int = 300, sequences: int = 200, window: int = 65536, on: bool = True
+) -> DataStatistics:
     tokens = int(efficiency * sequences * 2048)
-    return bill(packing=PackingBill(on, sequences, tokens // length, tokens, 2048, window))
+    return bill(packing=PackingStatistics(on, sequences, tokens // length, tokens, 2048, window))
 
 
 def test_good_data_are_not_complained_about() -> None:
@@ -170,7 +172,7 @@ def test_good_data_are_not_complained_about() -> None:
     ],
 )  # fmt: skip
 def test_each_warning_fires_beyond_its_threshold_only(
-    quiet: Bill, loud: Bill, kind: str, name: str, words: str
+    quiet: DataStatistics, loud: DataStatistics, kind: str, name: str, words: str
 ) -> None:
     assert kind not in {found for found, _ in kinds(quiet)}
     assert kinds(loud) == {(kind, name)}
@@ -205,7 +207,7 @@ def test_problems_are_all_told() -> None:
     assert found[2].problem == "holds no rows" and "text" in found[3].remedy
 
 
-def text_of(width: int, shown: Bill, terminal: bool = True, encoding: str = "utf-8") -> str:
+def text_of(width: int, shown: DataStatistics, terminal: bool = True, encoding: str = "utf-8") -> str:
     class File(io.StringIO):
         @property
         def encoding(self) -> str:  # type: ignore[override]
@@ -218,7 +220,7 @@ def text_of(width: int, shown: Bill, terminal: bool = True, encoding: str = "utf
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def nasty(tmp_path: Path) -> Bill:
+def nasty(tmp_path: Path) -> DataStatistics:
     file = tmp_path / "fates.jsonl"
     rows = [{"fate": "dropped", "where": f"/data/a.jsonl:{n}", "reason": "9,000 tokens"} for n in range(300)]
     rows += [{"fate": "skipped", "where": HOSTILE.replace("\ud83d", ""), "reason": HOSTILE}]
@@ -326,7 +328,7 @@ def test_cached_sources_have_no_speed() -> None:
 
 
 def test_rows_that_are_read_one_at_a_time_are_not_told_to_be_packed() -> None:
-    loose = PackingBill(False, 1000, 1000, 12_000, 64, 65536)
+    loose = PackingStatistics(False, 1000, 1000, 12_000, 64, 65536)
     classes = source(format="label", length=12, supervised=10)
     kinds = {purpose: [n.kind for n in warnings(bill(classes, packing=loose, purpose=purpose))] for purpose in (
         "causal", "seq2seq", "masked", "classify")}  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save
 
 from shardwise.diloco import codec
-from shardwise.diloco.codec import BadPart, Cutter, Joiner, Plan, decode, encode, most_bytes
+from shardwise.diloco.codec import BadPart, Cutter, Joiner, VectorPlan, decode, encode, most_bytes
 
 
 @pytest.mark.parametrize("dtype", codec.DTYPES)
@@ -49,7 +49,7 @@ def test_other_forms_are_refused() -> None:
 
 def test_tensors_are_cut_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "PART", 16)
-    plan = Plan((("a", (3, 7)), ("b", ()), ("c", (40,)), ("d", (2,))))
+    plan = VectorPlan((("a", (3, 7)), ("b", ()), ("c", (40,)), ("d", (2,))))
     whole = torch.arange(plan.total, dtype=torch.float32)
     tensors, at, cutter = [], 0, Cutter()
     parts = []
@@ -65,11 +65,11 @@ def test_tensors_are_cut_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans() -> None:
-    plan = Plan.read([["a", [2, 3]], ["b", []]])
+    plan = VectorPlan.read([["a", [2, 3]], ["b", []]])
     assert plan.total == 7 and plan.differs(plan) is None
-    assert "shape [2, 3]" in str(plan.differs(Plan.read([["a", [2, 4]], ["b", []]])))
-    assert plan.differs(Plan.read([["a", [2, 3]]])) == "trains b, which the others do not"
-    assert Plan.read([["a", [2, 3]]]).differs(plan) == "does not train b, which the others do"
+    assert "shape [2, 3]" in str(plan.differs(VectorPlan.read([["a", [2, 4]], ["b", []]])))
+    assert plan.differs(VectorPlan.read([["a", [2, 3]]])) == "trains b, which the others do not"
+    assert VectorPlan.read([["a", [2, 3]]]).differs(plan) == "does not train b, which the others do"
     for wrong in (
         None,
         [],
@@ -81,4 +81,4 @@ def test_plans() -> None:
         [["a", [True]]],
     ):
         with pytest.raises(ValueError):
-            Plan.read(wrong)
+            VectorPlan.read(wrong)

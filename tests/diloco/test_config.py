@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.diloco import Apart, split_address
+from shardwise.config.diloco import DiLoCo, split_address
 from shardwise.config.load import load_run
 from shardwise.core.errors import UserError
 from shardwise.diloco.worker import name_of, token_of
@@ -18,7 +18,7 @@ def run_with(apart: Any) -> Any:
 
 
 def test_short_and_long() -> None:
-    assert run_with("10.0.0.1:29400").apart == Apart(meet="10.0.0.1:29400")
+    assert run_with("10.0.0.1:29400").apart == DiLoCo(meet="10.0.0.1:29400")
     settings = run_with({"meet": "[::1]:9", "every": "20", "patience": "5min"}).apart
     assert (settings.every, settings.patience, split_address(settings.meet)) == (20, 300.0, ("::1", 9))
     assert load_run({"model": "m", "data": {"train": "x"}}).run.apart is None
@@ -38,9 +38,9 @@ def test_mistakes_name_their_field(wrong: dict[str, Any]) -> None:
 
 
 def test_names_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert name_of(Apart(meet="a:1", name="clinic"), Path("out")) == "clinic"
-    assert name_of(Apart(meet="a:1"), Path("out/a")) != name_of(Apart(meet="a:1"), Path("out/b"))
+    assert name_of(DiLoCo(meet="a:1", name="clinic"), Path("out")) == "clinic"
+    assert name_of(DiLoCo(meet="a:1"), Path("out/a")) != name_of(DiLoCo(meet="a:1"), Path("out/b"))
     monkeypatch.setenv("OUR_TOKEN", " t ")
-    assert token_of(Apart(meet="a:1", token_env="OUR_TOKEN")) == "t" and token_of(Apart(meet="a:1")) is None
+    assert token_of(DiLoCo(meet="a:1", token_env="OUR_TOKEN")) == "t" and token_of(DiLoCo(meet="a:1")) is None
     with pytest.raises(UserError, match="holds no token"):
-        token_of(Apart(meet="a:1", token_env="NOT_SET_ANYWHERE"))
+        token_of(DiLoCo(meet="a:1", token_env="NOT_SET_ANYWHERE"))

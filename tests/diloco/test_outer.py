@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.diloco.outer_step import METHODS, Rule, mean_of, outer_step, weights_of
+from shardwise.diloco.outer_step import METHODS, OuterRule, mean_of, outer_step, weights_of
 
 
 @pytest.mark.parametrize("optimizer, momentum", [("nesterov", 0.9), ("sgd", 0.9), ("sgd", 0.0)])
 def test_it_is_sgd(optimizer: str, momentum: float) -> None:
-    rule = Rule(optimizer, 0.7, momentum)  # type: ignore[arg-type]
+    rule = OuterRule(optimizer, 0.7, momentum)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     ours, velocity = torch.randn(50, generator=generator), None
     theirs = torch.nn.Parameter(ours.clone())

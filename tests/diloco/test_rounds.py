@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.diloco.codec import Plan, decode, encode
-from shardwise.diloco.ledger import Ledger
-from shardwise.diloco.outer_step import METHODS, Rule
-from shardwise.diloco.rounds import Refused, Rounds
+from shardwise.diloco.codec import VectorPlan, decode, encode
+from shardwise.diloco.ledger import RoundLedger
+from shardwise.diloco.outer_step import METHODS, OuterRule
+from shardwise.diloco.rounds import RequestRefused, Rounds
 
 TENSORS: list[Any] = [["a", [2, 2]], ["b", [3]]]
 START = torch.arange(7, dtype=torch.float32)
@@ -23,8 +23,8 @@ AVERAGE = replace(METHODS["fedavg"], wait=30.0)
 
 
 @contextmanager
-def open_rounds(folder: Path, rule: Rule = AVERAGE) -> Iterator[Rounds]:
-    rounds = Rounds(Ledger(folder), rule)
+def open_rounds(folder: Path, rule: OuterRule = AVERAGE) -> Iterator[Rounds]:
+    rounds = Rounds(RoundLedger(folder), rule)
     clock = threading.Thread(target=rounds.run)
     clock.start()
     try:
@@ -39,7 +39,7 @@ def join(rounds: Rounds, worker: str, tensors: Any = TENSORS) -> dict[str, Any]:
     answer = rounds.join(worker, {"tensors": tensors, "base": {"tokenizer": "t"}, "digest": "?"})
     if answer["state"] == "give":
         rounds.give(worker, 0, encode(START, "fp32"), None)
-        rounds.give(worker, 0, b"", Plan.read(tensors), {"tokenizer": "t"})
+        rounds.give(worker, 0, b"", VectorPlan.read(tensors), {"tokenizer": "t"})
         answer = join(rounds, worker)
     return answer
 
@@ -79,7 +79,7 @@ def test_who_does_not_come_is_dropped_and_may_return(tmp_path: Path) -> None:
         assert torch.equal(parameters(rounds, 2), START - 1 - 2)
         # Older than that: of no use.
         rounds.put("z", 0, encode(torch.zeros(7), "fp32"))
-        with pytest.raises(Refused) as told:
+        with pytest.raises(RequestRefused) as told:
             rounds.sent("z", {"round": 0, "tokens": 1, "step": 1})
         assert told.value.code == "old"
 
@@ -115,7 +115,7 @@ def test_no_numbers_are_not_averaged(tmp_path: Path) -> None:
         for worker in ("x", "y"):
             join(rounds, worker)
         send(rounds, "x", 0, 1.0)
-        with pytest.raises(Refused, match="no numbers") as told:
+        with pytest.raises(RequestRefused, match="no numbers") as told:
             send(rounds, "y", 0, float("nan"))
         assert told.value.status == 422
         assert rounds.wait("x", 0, 10)["workers"] == ["x"]  # and nobody waits for it
@@ -125,12 +125,12 @@ def test_no_numbers_are_not_averaged(tmp_path: Path) -> None:
 def test_others_are_refused(tmp_path: Path) -> None:
     with open_rounds(tmp_path) as rounds:
         join(rounds, "x")
-        with pytest.raises(Refused, match=r"has b of shape \[4\], the others \[3\]"):
+        with pytest.raises(RequestRefused, match=r"has b of shape \[4\], the others \[3\]"):
             join(rounds, "y", [["a", [2, 2]], ["b", [4]]])
-        with pytest.raises(Refused, match="another tokenizer"):
+        with pytest.raises(RequestRefused, match="another tokenizer"):
             rounds.join("y", {"tensors": TENSORS, "base": {"tokenizer": "u"}})
-        with pytest.raises(Refused, match="another worker gives"):  # nor can a late giver change what is there
-            rounds.give("y", 0, b"", Plan.read(TENSORS), {"tokenizer": "u"})
+        with pytest.raises(RequestRefused, match="another worker gives"):  # nor can a late giver change what is there
+            rounds.give("y", 0, b"", VectorPlan.read(TENSORS), {"tokenizer": "u"})
         assert join(rounds, "x")["state"] == "go" and rounds.status()["workers"] == ["x"]
 
 
@@ -160,5 +160,5 @@ def test_going_on_after_a_kill_changes_nothing(tmp_path: Path, dtype: Any) -> No
                 assert torch.equal(before + update, parameters(rounds, number + 1))
     with open_rounds(tmp_path / "killed", rule) as rounds:
         assert torch.equal(parameters(rounds, 4), wanted)
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             rounds.file(1, "global", 0)  # long past

@@ -18,7 +18,7 @@ from support.meeting import meeting_point, meetings, worker_run
 from support.ranks import run_ranks
 from support.tiny import LLAMA, PAIRS, saved_model, tiny_run
 
-from shardwise.diloco.worker import Meeting
+from shardwise.diloco.worker import OuterSync
 
 
 def model_of(output: Path) -> dict[str, torch.Tensor]:
@@ -164,7 +164,7 @@ def test_workers_with_unlike_data_count_by_their_tokens(tmp_path: Path) -> None:
 
 def test_a_long_wait_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    alone = Meeting.__new__(Meeting)
+    alone = OuterSync.__new__(OuterSync)
     alone._world = SimpleNamespace(is_main=True, size=1, control=None)  # type: ignore[assignment]
     monkeypatch.setattr("shardwise.diloco.worker.SILENCE", 0.2)
 

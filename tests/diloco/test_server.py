@@ -15,10 +15,10 @@ from support.meeting import Point, meeting_point
 from shardwise.core.errors import RunFailed, UserError
 from shardwise.diloco import client as client_module
 from shardwise.diloco.client import Client
-from shardwise.diloco.codec import PART, Plan, encode
+from shardwise.diloco.codec import PART, VectorPlan, encode
 from shardwise.diloco.server import WORKER
 
-PLAN = Plan((("a", (4,)),))
+PLAN = VectorPlan((("a", (4,)),))
 
 
 def ask(point: Point, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
@@ -70,7 +70,7 @@ def test_a_worker_is_told_what_is_wrong(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="another tokenizer"):
             two.join(PLAN, {"tokenizer": "u"}, "")
         with pytest.raises(UserError, match=r"has a of shape \[5\]"):
-            two.join(Plan((("a", (5,)),)), {"tokenizer": "t"}, "")
+            two.join(VectorPlan((("a", (5,)),)), {"tokenizer": "t"}, "")
         file.write_bytes(encode(torch.tensor([1.0, float("nan"), 0.0, 0.0]), "fp32"))
         word = {"round": 0, "tokens": 1, "step": 1, "last": False}
         with pytest.raises(RunFailed, match="no numbers; it was not averaged"):

@@ -13,7 +13,7 @@ from support.evaluation import QUESTIONS, no_bar, write_lines
 
 from shardwise.core.errors import UserError
 from shardwise.evaluate import likelihood
-from shardwise.evaluate.choices import Prompts, Question, measure_choices, read_questions
+from shardwise.evaluate.choices import ChoiceQuestion, Prompts, measure_choices, read_questions
 from shardwise.evaluate.likelihood import Request, fit_context, log_likelihoods, make_request
 from shardwise.evaluate.settings import ChoiceTask
 from shardwise.export.inference import load_for_inference
@@ -131,7 +131,7 @@ def test_rows_that_are_wrong(row: dict[str, Any], problem: str, tmp_path: Path) 
 
 def test_prompts(loaded: Any) -> None:
     _, tokenizer = loaded
-    shot, asked = Question("", "2?", ("two", "three"), 0), Question("", "3?", ("two", "three"), 1)
+    shot, asked = ChoiceQuestion("", "2?", ("two", "three"), 0), ChoiceQuestion("", "3?", ("two", "three"), 1)
     by_text = Prompts(ChoiceTask(path="q", shots=1, examples="e"), tokenizer, [shot]).requests(asked)
     assert [tokenizer.decode(r.ids) for r in by_text] == [
         f"Question: 2?\nAnswer: two\n\nQuestion: 3?\nAnswer: {word}" for word in ("two", "three")
@@ -140,12 +140,12 @@ def test_prompts(loaded: Any) -> None:
     assert tokenizer.decode(by_letter[1].ids) == "Question: 3?\nA. two\nB. three\nAnswer: B"
     chat = Prompts(ChoiceTask(path="q", chat=True, template="{question}"), tokenizer, []).requests(asked)
     assert tokenizer.decode(chat[0].ids) == "<|im_start|>user\n3?<|im_end|>\n<|im_start|>assistant\ntwo"
-    shots = [Question("", "s", ("x", "y"), 0, "law"), Question("", "t", ("x", "y"), 0, "art")]
+    shots = [ChoiceQuestion("", "s", ("x", "y"), 0, "law"), ChoiceQuestion("", "t", ("x", "y"), 0, "art")]
     of_subject = Prompts(ChoiceTask(path="q", shots=1, examples="e"), tokenizer, shots)
-    art = of_subject.requests(Question("", "u", ("x", "y"), 0, "art"))
+    art = of_subject.requests(ChoiceQuestion("", "u", ("x", "y"), 0, "art"))
     assert tokenizer.decode(art[0].ids).startswith("Question: t\n")
     with pytest.raises(UserError, match="0 examples of the subject chess"):
-        of_subject.requests(Question("", "u", ("x", "y"), 0, "chess"))
+        of_subject.requests(ChoiceQuestion("", "u", ("x", "y"), 0, "chess"))
 
 
 @pytest.mark.parametrize("score", ["raw", "token", "byte", "letter"])

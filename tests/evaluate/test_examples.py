@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.config.load import load_run
-from shardwise.evaluate.choices import Prompts, Question
+from shardwise.evaluate.choices import ChoiceQuestion, Prompts
 from shardwise.evaluate.judge import read_judged
 from shardwise.evaluate.settings import ChoiceTask, JudgeTask, read_tasks
 from shardwise.evaluate.verdicts import read_rating, read_verdict
@@ -30,7 +30,7 @@ def _script(name: str) -> Any:
 def test_pairs_are_in_the_words_of_the_evaluation(loaded: Any) -> None:
     _, tokenizer = loaded
     pair = _script("olmo_tasks").pair(ROW)
-    question = Question("here", ROW["question"], tuple(ROW["choices"]), ROW["answer"])
+    question = ChoiceQuestion("here", ROW["question"], tuple(ROW["choices"]), ROW["answer"])
     scored = Prompts(ChoiceTask(path="it"), tokenizer, []).requests(question)[ROW["answer"]]
     assert tokenizer.decode(scored.ids[: scored.begin], skip_special_tokens=True) == pair["prompt"]
     assert tokenizer.decode(scored.ids[scored.begin :]) == pair["completion"]
@@ -40,7 +40,7 @@ def test_preferences_are_in_the_words_of_a_chat(loaded: Any) -> None:
     _, tokenizer = loaded
     row = _script("olmo_tasks").preference(ROW, random.Random(0))
     assert row["chosen"] == "the sun" and row["rejected"] in ("mud", "coal")
-    question = Question("here", ROW["question"], tuple(ROW["choices"]), ROW["answer"])
+    question = ChoiceQuestion("here", ROW["question"], tuple(ROW["choices"]), ROW["answer"])
     (task,) = read_tasks(FOLDER / "openbookqa_chat.yaml")
     scored = Prompts(task, tokenizer, []).requests(question)[ROW["answer"]]
     messages = [{"role": "user", "content": row["prompt"]}]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shardwise.foresight.zoo.run import Result, architectures
+from shardwise.foresight.zoo.run import ZooResult, architectures
 from shardwise.foresight.zoo.table import as_markdown, summary
 
 SAMPLE: dict[tuple[str, str], str] = {  # axis and task → architectures that are right
@@ -25,7 +25,7 @@ REFUSED = {("expert", "causal", "llama"): "has no experts", ("expert", "causal",
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Result]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], ZooResult]:
     """One process that imports once."""
     folder = tmp_path_factory.mktemp("zoo")
     wanted = [(axis, task, name) for (axis, task), names in SAMPLE.items() for name in names.split()]
@@ -39,22 +39,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, st
     )
     file = folder / "found.json"
     subprocess.run([sys.executable, "-c", code, str(folder / "wanted.json"), str(file)], check=True, timeout=600)
-    return {(r.axis, r.task, r.model_type): r for r in (Result(**one) for one in json.loads(file.read_text()))}
+    return {(r.axis, r.task, r.model_type): r for r in (ZooResult(**one) for one in json.loads(file.read_text()))}
 
 
 @pytest.mark.timeout(660)
-def test_the_sample_is_right(results: dict[tuple[str, str, str], Result]) -> None:
+def test_the_sample_is_right(results: dict[tuple[str, str, str], ZooResult]) -> None:
     bad = [one for key, one in results.items() if key not in REFUSED and one.outcome != "pass"]
     assert not bad, bad
     assert all(one.loss is not None and one.gradient is not None for key, one in results.items() if key not in REFUSED)
 
 
-def test_refusals_say_why(results: dict[tuple[str, str, str], Result]) -> None:
+def test_refusals_say_why(results: dict[tuple[str, str, str], ZooResult]) -> None:
     for key, words in REFUSED.items():
         assert results[key].outcome == "refused" and words in results[key].why
 
 
-def test_the_table(results: dict[tuple[str, str, str], Result]) -> None:
+def test_the_table(results: dict[tuple[str, str, str], ZooResult]) -> None:
     table = as_markdown([one for one in results.values() if one.task == "causal"], "shardwise zoo")
     assert "| llama | ✓ | ✓ | ✓ |  |  |" in table, table
     assert any(line.startswith("causal, tensor: 7 of 7 right") for line in summary(list(results.values())))

@@ -28,7 +28,7 @@ def test_certified_on_a_gpu(name: str, own_precision: bool, tmp_path: Path) -> N
         tmp_path, model, train__batch_size=8, train__micro_batch_size=2, data__sequence_length=160,
         data__over_length="drop", precision="bf16", device="cuda", **RUNS[name],
     )  # fmt: skip
-    certificate = command.verify(run, options=command.Options(own_precision=own_precision))
+    certificate = command.verify(run, options=command.VerifyOptions(own_precision=own_precision))
     for row in certificate.rows:
         print(f"\n{row.verdict:9} {row.claim.name} ({row.seconds:.1f} s): {row.why} {row.difference}")
     assert certificate.passed and certificate.device == "cuda"

@@ -18,8 +18,8 @@ from shardwise.core.errors import UserError
 from shardwise.launch import node
 from shardwise.launch.group import _reason
 from shardwise.launch.hosts import Hosts, check_sizes, names_of, parse_hosts
-from shardwise.launch.rendezvous import Meeting, Report, Rules
-from shardwise.launch.rendezvous_link import Keeper, Line, Place, free_port, interface_towards, lead
+from shardwise.launch.rendezvous import HostReport, Rendezvous, Rules
+from shardwise.launch.rendezvous_link import Keeper, Line, RendezvousAddress, free_port, interface_towards, lead
 
 
 def agents(file: Path, number: int, *more: str) -> list[Agent]:
@@ -64,32 +64,32 @@ def test_a_batch_that_fewer_hosts_cannot_divide_is_told_at_once(tmp_path: Path) 
 
 
 def test_places() -> None:
-    assert Place.parse("node-1:29400", "x") == Place("node-1", 29400, "x")
-    assert Place.parse("[::1]:1", "x").host == "::1"
+    assert RendezvousAddress.parse("node-1:29400", "x") == RendezvousAddress("node-1", 29400, "x")
+    assert RendezvousAddress.parse("[::1]:1", "x").host == "::1"
     for wrong in ("node-1", ":1", "a:b", "a:0", "a:70000"):
         with pytest.raises(UserError, match="--meet"):
-            Place.parse(wrong, "x")
-    assert Place("127.0.0.1", 1, "x").is_here() and not Place("192.0.2.1", 1, "x").is_here()
-    assert not Place("no-such-host.invalid", 1, "x").is_here()
+            RendezvousAddress.parse(wrong, "x")
+    assert RendezvousAddress("127.0.0.1", 1, "x").is_here() and not RendezvousAddress("192.0.2.1", 1, "x").is_here()
+    assert not RendezvousAddress("no-such-host.invalid", 1, "x").is_here()
     assert interface_towards("127.0.0.1") in ("lo", "lo0")
 
 
 def test_the_keeper_answers_ours_and_survives_others() -> None:
-    place = Place("127.0.0.1", free_port(), "ours")
-    keeper = lead(place, Meeting(Rules(1, 1, last_call=0), "a"))
+    place = RendezvousAddress("127.0.0.1", free_port(), "ours")
+    keeper = lead(place, Rendezvous(Rules(1, 1, last_call=0), "a"))
     assert isinstance(keeper, Keeper)
     try:
-        assert lead(place, Meeting(Rules(1, 1))) is None, "one book is enough"
+        assert lead(place, Rendezvous(Rules(1, 1))) is None, "one book is enough"
         for rubbish in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b'{"run": "ours", "report": {}}\n', b"\xff\n"):
             with socket.create_connection((place.host, place.port), 5) as stranger:
                 stranger.sendall(rubbish)
         with pytest.raises(UserError, match="another run meets there"):
-            Line(Place(place.host, place.port, "theirs")).ask(Report("b", "b", 1, 1, "waiting"))
-        answer = Line(place).ask(Report("a", "a", 1, 1, "waiting"))
+            Line(RendezvousAddress(place.host, place.port, "theirs")).ask(HostReport("b", "b", 1, 1, "waiting"))
+        answer = Line(place).ask(HostReport("a", "a", 1, 1, "waiting"))
         assert answer is not None and answer.order == "run" and answer.seats[0].address == "127.0.0.1"
     finally:
         keeper.close()
-    assert Line(place).ask(Report("a", "a", 1, 1, "waiting")) is None
+    assert Line(place).ask(HostReport("a", "a", 1, 1, "waiting")) is None
 
 
 def test_a_port_that_another_program_has_is_told(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_times_that_cannot_be_meant(
 
 def test_times_have_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As everywhere else; a number alone is seconds."""
-    seen: list[node.Asked] = []
+    seen: list[node.NodeOptions] = []
     monkeypatch.setattr(node, "run_node", lambda file, overrides, asked: seen.append(asked) or 0)
     for words in (["--wait", "10min", "--grace", "90", "--patience", "1min", "--last-call", "500ms"], []):
         with pytest.raises(SystemExit):

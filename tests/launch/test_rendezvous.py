@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.launch.rendezvous import Answer, Meeting, Report, Rules
+from shardwise.launch.rendezvous import HostReport, Rendezvous, RoundOrder, Rules
 
 RULES = Rules(least=2, most=3, patience=15, last_call=5, restarts=1)
 
@@ -13,14 +13,14 @@ class Cluster:
     """Hosts that report to one book, and do at once as they are told."""
 
     def __init__(self, rules: Rules = RULES) -> None:
-        self.book, self.now = Meeting(rules, "a"), 0.0
-        self.reports: dict[str, Report] = {}
+        self.book, self.now = Rendezvous(rules, "a"), 0.0
+        self.reports: dict[str, HostReport] = {}
 
     def come(self, *names: str) -> None:
         for name in names:
-            self.reports[name] = Report(name, name, 2, 1000, "waiting")
+            self.reports[name] = HostReport(name, name, 2, 1000, "waiting")
 
-    def say(self, name: str, **changes: object) -> Answer:
+    def say(self, name: str, **changes: object) -> RoundOrder:
         """One report of a host; it starts and ends ranks as it is told."""
         report = self.reports[name] = replace(self.reports[name], **changes)
         answer = self.book.hear(report, f"10.0.0.{name}", self.now)
@@ -30,8 +30,8 @@ class Cluster:
             self.reports[name] = replace(report, state="waiting")
         return answer
 
-    def pass_time(self, seconds: float, *silent: str) -> dict[str, Answer]:
-        answers: dict[str, Answer] = {}
+    def pass_time(self, seconds: float, *silent: str) -> dict[str, RoundOrder]:
+        answers: dict[str, RoundOrder] = {}
         for _ in range(int(seconds)):
             self.now += 1
             answers |= {name: self.say(name) for name in self.reports if name not in silent}
@@ -175,7 +175,7 @@ def test_a_host_lost_behind_the_last_barrier_does_not_matter() -> None:
 def test_a_keeper_started_anew_counts_on() -> None:
     cluster = three()
     cluster.pass_time(3)
-    cluster.book = Meeting(RULES, "e")
+    cluster.book = Rendezvous(RULES, "e")
     del cluster.reports["a"]
     cluster.come("e")
     cluster.pass_time(4)

@@ -14,12 +14,12 @@ from support.hosts import Agent
 from support.tiny import tiny_run
 
 from shardwise.core.errors import UserError
-from shardwise.launch.rendezvous import Meeting, Report, Rules
-from shardwise.launch.rendezvous_link import Keeper, Line, Place, free_port
+from shardwise.launch.rendezvous import HostReport, Rendezvous, Rules
+from shardwise.launch.rendezvous_link import Keeper, Line, RendezvousAddress, free_port
 from shardwise.launch.token import VARIABLE, make_token, proof, take_token
 
 TOKEN = "0123456789abcdef-0123"
-ME = Report("a-1", "a", 1, 4242, "waiting")
+ME = HostReport("a-1", "a", 1, 4242, "waiting")
 
 
 def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +47,9 @@ def test_a_proof_is_of_the_words_the_numbers_and_the_side() -> None:
 
 
 def test_those_who_share_it_meet_and_others_are_told() -> None:
-    place = Place("127.0.0.1", free_port(), "ours", TOKEN)
+    place = RendezvousAddress("127.0.0.1", free_port(), "ours", TOKEN)
     assert TOKEN not in repr(place)
-    keeper = Keeper(place, Meeting(Rules(2, 2), "a-1"))
+    keeper = Keeper(place, Rendezvous(Rules(2, 2), "a-1"))
     try:
         answer = Line(place).ask(ME)
         assert answer is not None and answer.order == "wait"
@@ -60,7 +60,7 @@ def test_those_who_share_it_meet_and_others_are_told() -> None:
             Line(replace(place, run="theirs")).ask(ME)
     finally:
         keeper.close()
-    open_to_all = Keeper(replace(place, token=None), Meeting(Rules(2, 2), "a-1"))
+    open_to_all = Keeper(replace(place, token=None), Rendezvous(Rules(2, 2), "a-1"))
     try:
         with pytest.raises(UserError, match="the others have no token"):
             Line(place).ask(ME)
@@ -69,8 +69,8 @@ def test_those_who_share_it_meet_and_others_are_told() -> None:
 
 
 def test_a_stranger_who_takes_the_place_later_is_not_listened_to() -> None:
-    place = Place("127.0.0.1", free_port(), "ours", TOKEN)
-    keeper, line = Keeper(place, Meeting(Rules(2, 2), "a-1")), Line(place)
+    place = RendezvousAddress("127.0.0.1", free_port(), "ours", TOKEN)
+    keeper, line = Keeper(place, Rendezvous(Rules(2, 2), "a-1")), Line(place)
     assert line.ask(ME) is not None
     keeper.close()
     with socket.create_server((place.host, place.port)) as stranger:
@@ -88,9 +88,9 @@ def test_a_stranger_who_takes_the_place_later_is_not_listened_to() -> None:
 
 def test_on_loopback_nobody_else_can_reach_it() -> None:
     for host in ("127.0.0.1", "localhost", "::1"):
-        place = Place(host, free_port(), "ours")
+        place = RendezvousAddress(host, free_port(), "ours")
         try:
-            keeper = Keeper(place, Meeting(Rules(2, 2), "a-1"))
+            keeper = Keeper(place, Rendezvous(Rules(2, 2), "a-1"))
         except OSError:
             continue  # no IPv6 here
         try:

@@ -18,8 +18,8 @@ from support.tiny import LLAMA, saved_model, tiny_run, tokenizer_folder
 from shardwise.config.load import load_run
 from shardwise.config.objectives import Distill
 from shardwise.core.errors import UserError
-from shardwise.data.distillation_batch import TaughtLayout
-from shardwise.foresight.prepare import prepare_job
+from shardwise.data.distillation_batch import DistillationLayout
+from shardwise.foresight.prepare import prepare_run
 from shardwise.objectives.distill import DistillObjective, TeacherLogProbs, likeliest
 
 pytestmark = pytest.mark.timeout(judged.PATIENCE)
@@ -64,7 +64,7 @@ def ours(models: tuple[Any, Any], settings: Distill, packing: bool = True) -> An
     pupil, teacher = models
     reader = Hand(DOCUMENTS, packing)
     rows = [[0, 1], [2], [3, 4, 5]] if packing else [[i] for i in range(6)]
-    batch = TaughtLayout(0).collate(reader, reader.sequences(*rows), 0)
+    batch = DistillationLayout(0).collate(reader, reader.sequences(*rows), 0)
     return DistillObjective(pupil, True, settings, WORDS, TeacherLogProbs(teacher, True, WORDS))(pupil, batch)
 
 
@@ -156,20 +156,20 @@ def test_runs(folder: Path) -> None:
 
 def test_answers_are_stored_once_and_kept_apart(folder: Path) -> None:
     """The files' sizes are as the formula says; other data, k or teacher have other places."""
-    job = prepare_job(load_run(the_run(folder, "stored", top_k=16, cache=True)))
+    job = prepare_run(load_run(the_run(folder, "stored", top_k=16, cache=True)))
     assert job.teacher is not None and job.teacher.answers is not None
     files = sorted(job.teacher.answers.root.rglob("*.npy"))
     stores = [s for one in job.data.train for s in (one.store, one.held_out)]
     learned = sum(int(s.table(0)["supervised"].sum()) for s in stores)
     assert sum(f.stat().st_size - 128 for f in files) == learned * (8 * 16 + 4)
     assert not list(job.teacher.answers.root.rglob(".*.npy*")), "nothing is left half-written"
-    other = prepare_job(load_run(the_run(folder, "stored", top_k=8, cache=True)))
+    other = prepare_run(load_run(the_run(folder, "stored", top_k=8, cache=True)))
     assert other.teacher is not None and other.teacher.answers is not None
     assert other.teacher.answers.root != job.teacher.answers.root
     time.sleep(0.01)
     weights = folder / "teacher/model.safetensors"
     weights.write_bytes(weights.read_bytes())
-    changed = prepare_job(load_run(the_run(folder, "stored", top_k=16, cache=True)))
+    changed = prepare_run(load_run(the_run(folder, "stored", top_k=16, cache=True)))
     assert changed.teacher is not None and changed.teacher.answers is not None
     assert changed.teacher.answers.root != job.teacher.answers.root
 
@@ -179,7 +179,7 @@ def test_teachers_that_cannot_teach(folder: Path, tmp_path: Path) -> None:
         run = the_run(folder, "refused", **changes)
         run["objective"]["teacher"] = teacher
         with pytest.raises(UserError) as caught:
-            prepare_job(load_run(run))
+            prepare_run(load_run(run))
         assert match in str(caught.value) and "objective" in caught.value.field, str(caught.value)
 
     refused("no folder here", "no-such-model")
@@ -205,9 +205,9 @@ def test_the_plan_tells_what_a_teacher_takes(folder: Path, capsys: pytest.Captur
     from shardwise.train.describe import print_plan
 
     console = Console(width=400, record=True)
-    print_plan(prepare_job(load_run(the_run(folder, "plan"))), console)
-    print_plan(prepare_job(load_run(the_run(folder, "plan", top_k=16, cache=True))), console)
-    print_plan(prepare_job(load_run(judged.judged_run(folder, "dpo", output=str(folder / "plan")))), console)
+    print_plan(prepare_run(load_run(the_run(folder, "plan"))), console)
+    print_plan(prepare_run(load_run(the_run(folder, "plan", top_k=16, cache=True))), console)
+    print_plan(prepare_run(load_run(judged.judged_run(folder, "dpo", output=str(folder / "plan")))), console)
     text = console.export_text()
     assert "M parameters in fp32: " in text and "132 bytes per learned token" in text
     assert "a frozen copy of the model in fp32: " in text

@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 from shardwise.config.load import load_run
 from shardwise.core.errors import UserError
 from shardwise.data.rows import RowBatch, type_separator
-from shardwise.foresight.prepare import prepare_job
+from shardwise.foresight.prepare import prepare_run
 from shardwise.nn.models.build import build_on_meta, find_blocks
 from shardwise.nn.models.tasks import auto_class
 from shardwise.objectives.classify import ClassifyObjective
@@ -38,7 +38,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_batch(run: dict[str, Any]) -> tuple[Any, Any, RowBatch, int]:
     """Job, plain model, the first step as one micro-batch, and how many units it is said to have."""
-    job = prepare_job(load_run(run))
+    job = prepare_run(load_run(run))
     torch.manual_seed(0)
     model = auto_class(job.source.task).from_config(job.source.config).eval()
     step = job.loader().step(0, 8, 8, 0, 1)
@@ -96,7 +96,7 @@ def test_a_row_has_what_its_tokenizer_gives(shared: Path) -> None:
 
 def test_scratch_configs_take_the_tokenizers_ids(shared: Path) -> None:
     t5, bart, roberta = (
-        prepare_job(load_run(encoder_run(shared, name, objective))).source.config
+        prepare_run(load_run(encoder_run(shared, name, objective))).source.config
         for name, objective in (("t5", "seq2seq"), ("bart", "seq2seq"), ("roberta", "masked"))
     )
     assert (t5.pad_token_id, t5.eos_token_id, t5.decoder_start_token_id) == (0, 1, 0)
@@ -171,7 +171,7 @@ def test_a_new_head_on_a_pretrained_body(shared: Path, body: Path, objective: st
 
     run = encoder_run(shared, "bert", objective, model=str(body), output=str(shared / f"head-{objective}"))
     said: list[str] = []
-    prepare_job(load_run(run), said.append)
+    prepare_run(load_run(run), said.append)
     assert any(new in line and "new: the model's files have no such head" in line for line in said)
     one = run_ranks(scenarios.loaded_parameters, 1, run)[0]
     two = run_ranks(scenarios.loaded_parameters, 2, run | {"parallel": {"zero": 3}})[1]
@@ -196,7 +196,7 @@ def test_a_body_with_holes_is_refused(shared: Path, body: Path) -> None:
     save_file(tensors, holed / "model.safetensors", metadata={"format": "pt"})
     (holed / "config.json").write_text((body / "config.json").read_text())
     with pytest.raises(UserError, match=r"lack .*encoder.layer.1.output.dense.weight"):
-        prepare_job(load_run(encoder_run(shared, "bert", "classify", model=str(holed))))
+        prepare_run(load_run(encoder_run(shared, "bert", "classify", model=str(holed))))
 
 
 def test_a_classifier_goes_on_with_its_own_classes(shared: Path) -> None:
@@ -206,13 +206,13 @@ def test_a_classifier_goes_on_with_its_own_classes(shared: Path) -> None:
     config = json.loads((out / "model/config.json").read_text())
     assert config["id2label"] == {"0": "long", "1": "short"} and config["label2id"] == {"long": 0, "short": 1}
     rows = write_rows(shared / "numbers.jsonl", [{"text": t, "label": i % 2} for i, t in enumerate(sentences()[:20])])
-    job = prepare_job(load_run(run | {"model": str(out / "model"), "objective": "auto", "data": {
+    job = prepare_run(load_run(run | {"model": str(out / "model"), "objective": "auto", "data": {
         "train": rows, "sequence_length": 64, "over_length": "truncate"}, "output": str(shared / "next")}))  # fmt: skip
     assert job.run.objective.type == "classify" and job.run.objective.labels == ("long", "short")
     assert job.reasons["objective.labels"] == "the model's own classes"
     other = write_rows(shared / "three.jsonl", [{"text": "a", "label": x} for x in "abc"])
     with pytest.raises(UserError, match="has a head for the classes long, short"):
-        prepare_job(load_run(run | {"model": str(out / "model"), "data": {"train": other, "sequence_length": 64}}))
+        prepare_run(load_run(run | {"model": str(out / "model"), "data": {"train": other, "sequence_length": 64}}))
     from shardwise.export.inference import load_for_inference
 
     for name in (out, out / "checkpoints"):
@@ -243,7 +243,7 @@ def test_mistakes_are_told(shared: Path, mistake: str) -> None:
     if "model__tokenizer" in changes:
         changes["model__tokenizer"] = encoder_tokenizer(shared / "tokenizer-unigram", "t5")
     with pytest.raises(UserError, match=problem):
-        prepare_job(load_run(encoder_run(shared, name, objective, **changes)))
+        prepare_run(load_run(encoder_run(shared, name, objective, **changes)))
 
 
 class _Unsharded:

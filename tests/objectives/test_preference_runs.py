@@ -15,7 +15,7 @@ from support.tiny import LLAMA, PAIRS, saved_model, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
 from shardwise.core.errors import UserError
-from shardwise.foresight.prepare import prepare_job
+from shardwise.foresight.prepare import prepare_run
 
 pytestmark = pytest.mark.timeout(judged.PATIENCE)
 OBJECTIVES: list[Any] = ["dpo", {"type": "orpo", "beta": 0.2}, "kto"]
@@ -115,7 +115,7 @@ def test_the_base_of_an_adapter_is_its_reference(folder: Path, objective: str) -
 
 
 def prepared(run: dict[str, Any]) -> Any:
-    return prepare_job(load_run(run))
+    return prepare_run(load_run(run))
 
 
 def test_documents_are_counted_without_their_heads(folder: Path) -> None:

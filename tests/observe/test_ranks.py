@@ -14,7 +14,7 @@ from support.tiny import tiny_run, tokenizer_folder
 from support.watched import train_record
 
 from shardwise.observe import ranks
-from shardwise.observe.ranks import HostWatch, RankFile, host_file, rank_file
+from shardwise.observe.ranks import HostFigures, RankFile, host_file, rank_file
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def test_it_costs_next_to_nothing(tmp_path: Path) -> None:
 
 
 def test_the_host(tmp_path: Path) -> None:
-    with HostWatch(host_file(tmp_path, 0), tmp_path, seconds=0.05):
+    with HostFigures(host_file(tmp_path, 0), tmp_path, seconds=0.05):
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and len(lines(host_file(tmp_path, 0))) < 2:
             time.sleep(0.02)

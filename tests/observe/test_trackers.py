@@ -19,7 +19,7 @@ from support.watched import eval_record, train_record
 from shardwise.config.load import load_run
 from shardwise.config.resolve import check_trackers
 from shardwise.core.errors import UserError
-from shardwise.core.redact import hide
+from shardwise.core.redact import redact
 from shardwise.observe import trackers
 from shardwise.observe.trackers import Trackers, figures_of, openers_of
 
@@ -115,7 +115,7 @@ def test_a_failing_one_is_told_once_and_dropped(tmp_path: Path, where: str, monk
 def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("MONKEY_SIZE", "12")
-    assert hide("key 0123456789abcdef of 12") == "key (hidden) of 12"
+    assert redact("key 0123456789abcdef of 12") == "key (hidden) of 12"
 
 
 def test_a_missing_package_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

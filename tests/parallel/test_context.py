@@ -15,12 +15,12 @@ from shardwise.core.errors import UserError
 from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
 from shardwise.foresight.zoo.run import tiny_case
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.context import blocks
 from shardwise.parallel.context.gate import examine
-from shardwise.parallel.context.mask import ContextMask, ContextRows, Rule, Scores, rule_of
+from shardwise.parallel.context.mask import ContextMask, ContextRows, Scores, VisibilityRule, rule_of
 from shardwise.parallel.context.ring import attend_whole
-from shardwise.parallel.context.split import Layout, split_batch
+from shardwise.parallel.context.split import SequenceLayout, split_batch
 from shardwise.parallel.context.ulysses import repeat_heads
 
 BOTH = ["ring", "ulysses"]
@@ -85,7 +85,7 @@ def test_bytes_of_ulysses(ranks: int) -> None:
             assert sorted(calls) == sorted(each * sizes["layers"])
 
 
-def layout(rng: random.Random, ranks: int, rank: int, zigzag: bool) -> Layout:
+def layout(rng: random.Random, ranks: int, rank: int, zigzag: bool) -> SequenceLayout:
     lengths = []
     width = 2 * ranks * rng.randint(1, 5)
     for _ in range(rng.randint(1, 3)):
@@ -94,15 +94,16 @@ def layout(rng: random.Random, ranks: int, rank: int, zigzag: bool) -> Layout:
             row.append(min(rng.randint(1, 2 * width), width - sum(row)))
         lengths.append(row)
     documents = Documents.of_lengths(lengths)
-    return Layout(documents, torch.ones(documents.rows, documents.width, dtype=torch.bool), ranks, rank, zigzag)
+    return SequenceLayout(documents, torch.ones(documents.rows, documents.width, dtype=torch.bool), ranks, rank, zigzag)
 
 
 RULES = [
-    Rule(True), Rule(True, window=3), Rule(True, window=9), Rule(True, chunk=4), Rule(), Rule(sides=3),
+    VisibilityRule(True), VisibilityRule(True, window=3), VisibilityRule(True, window=9),
+    VisibilityRule(True, chunk=4), VisibilityRule(), VisibilityRule(sides=3),
 ]  # fmt: skip
 
 
-def brute_force(whole: Documents, rule: Rule) -> torch.Tensor:
+def brute_force(whole: Documents, rule: VisibilityRule) -> torch.Tensor:
     """(rows, width, width), token by token."""
 
     def sees(q: int, k: int, a: int, b: int, same: bool) -> bool:
@@ -130,7 +131,7 @@ def test_blocks_put_together(seed: int) -> None:
     q, k, v = (torch.randn(rows, h, width, d, generator=made, dtype=torch.float64) for h, d in shapes)
     wanted = reference(q, k, v, scores, brute_force(whole.documents, rule)[:, None])
     for rank in range(ranks):
-        mine = Layout(whole.documents, whole.real, ranks, rank, zigzag)
+        mine = SequenceLayout(whole.documents, whole.real, ranks, rank, zigzag)
         query = mine.take(q, dim=2)
         out = torch.zeros(*query.shape[:3], v.shape[-1], dtype=q.dtype)
         lse = torch.full(query.shape[:3], float("-inf"), dtype=q.dtype)
@@ -163,7 +164,9 @@ def test_gradients_of_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     rng, made = random.Random(seed), torch.Generator().manual_seed(seed)
     whole, rule, keys = layout(rng, 1, 0, False), RULES[seed % len(RULES)], rng.choice([1, 2])
     rows, width = whole.rows, min(whole.documents.width, 12)
-    whole = Layout(Documents.of_lengths([[width // 2, width - width // 2]] * rows), whole.real[:, :width], 1, 0, False)
+    whole = SequenceLayout(
+        Documents.of_lengths([[width // 2, width - width // 2]] * rows), whole.real[:, :width], 1, 0, False
+    )
     given = [
         torch.randn(rows, h, width, 3, generator=made, dtype=torch.float64).requires_grad_() for h in (2, keys, keys)
     ]
@@ -178,10 +181,10 @@ def test_gradients_of_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_dropout_keeps_the_mean() -> None:
-    whole = Layout(Documents.of_lengths([[64]]), torch.ones(1, 64, dtype=torch.bool), 1, 0, False)
+    whole = SequenceLayout(Documents.of_lengths([[64]]), torch.ones(1, 64, dtype=torch.bool), 1, 0, False)
     q, v = torch.zeros(1, 1, 64, 4), torch.ones(1, 1, 64, 4)
     torch.manual_seed(0)
-    out = torch.stack([attend_whole(q, q, v, Scores(1.0, dropout=0.5), whole, Rule()) for _ in range(50)])
+    out = torch.stack([attend_whole(q, q, v, Scores(1.0, dropout=0.5), whole, VisibilityRule()) for _ in range(50)])
     assert abs(out.mean() - 1) < 0.02 and out.std() > 0.05
 
 
@@ -204,13 +207,13 @@ def test_a_mask_that_is_computed_with_is_refused() -> None:
     ids = torch.arange(16).view(1, 16)
     part, whole = split_batch(MicroBatch(ids, ids, None, None), 2, 0, zigzag=True)
     never: Any = None
-    mask = ContextMask(whole, Rule(True), never, ids.device)
+    mask = ContextMask(whole, VisibilityRule(True), never, ids.device)
     for touch in (lambda: mask + 1, lambda: torch.where(mask, 0, 1), lambda: mask[:, :, :2], lambda: mask.to(ids)):
-        with pytest.raises(Refused, match="computes with its mask"):
+        with pytest.raises(CannotParallelize, match="computes with its mask"):
             touch()
     rows = ContextRows(whole, never, ids.device)
     assert rows.bool().sum() == 8 and (part.input_ids * rows).tolist() == part.input_ids.tolist()
-    with pytest.raises(Refused, match="rule of its own"):
+    with pytest.raises(CannotParallelize, match="rule of its own"):
         rows.for_blocks(never, q_length=8, kv_length=8, mask_function=lambda b, h, q, k: q > k)
 
 
@@ -218,20 +221,24 @@ def test_rules_are_read_from_the_functions_that_transformers_makes() -> None:
     from transformers import masking_utils as known
 
     none, some = torch.full((1, 4), -1), torch.tensor([[-1, 0, 0, -1]])
-    assert rule_of(known.causal_mask_function) == Rule(causal=True)
-    assert rule_of(known.sliding_window_causal_mask_function(5)) == Rule(causal=True, window=5)
-    assert rule_of(known.chunked_causal_mask_function(6, none)) == Rule(causal=True, chunk=6)
-    assert rule_of(known.bidirectional_mask_function) == Rule()
-    assert rule_of(known.sliding_window_bidirectional_mask_function(7)) == Rule(sides=7)
-    assert rule_of(known.or_masks(known.causal_mask_function, known.blockwise_overlay(none))) == Rule(causal=True)
-    with pytest.raises(Refused, match="rule of its own"):
+    assert rule_of(known.causal_mask_function) == VisibilityRule(causal=True)
+    assert rule_of(known.sliding_window_causal_mask_function(5)) == VisibilityRule(causal=True, window=5)
+    assert rule_of(known.chunked_causal_mask_function(6, none)) == VisibilityRule(causal=True, chunk=6)
+    assert rule_of(known.bidirectional_mask_function) == VisibilityRule()
+    assert rule_of(known.sliding_window_bidirectional_mask_function(7)) == VisibilityRule(sides=7)
+    assert rule_of(known.or_masks(known.causal_mask_function, known.blockwise_overlay(none))) == VisibilityRule(
+        causal=True
+    )
+    with pytest.raises(CannotParallelize, match="rule of its own"):
         rule_of(known.or_masks(known.causal_mask_function, known.blockwise_overlay(some)))
 
 
 def test_heads_that_do_not_divide_are_told_with_those_that_would() -> None:
     keys = torch.zeros(1, 2, 3, 4)
     assert repeat_heads(keys, 12, 4).shape[1] == 4 and repeat_heads(keys, 12, 2) is keys
-    with pytest.raises(Refused, match="12 heads over 2 of keys cannot be shared by 8 ranks, but by 1, 2, 3, 4, 6, 12 "):
+    with pytest.raises(
+        CannotParallelize, match="12 heads over 2 of keys cannot be shared by 8 ranks, but by 1, 2, 3, 4, 6, 12 "
+    ):
         repeat_heads(keys, 12, 8)
 
 
@@ -240,7 +247,7 @@ def test_what_a_model_needs_is_found_by_trying() -> None:
     assert found.whole.keys() == {"Qwen3NextGatedDeltaNet"} and not found.packed
     assert "documents in a row" in found.trouble
     assert examine(tiny_case("llama", "causal").model()).whole == {}
-    with pytest.raises(Refused, match="lm_head"):
+    with pytest.raises(CannotParallelize, match="lm_head"):
         examine(tiny_case("cpmant", "causal").model())
 
 

@@ -12,12 +12,12 @@ from support.ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.foresight.zoo.run import tiny_case
-from shardwise.nn.tiny.case import Case, Refused
+from shardwise.nn.tiny.case import CannotParallelize, TinyCase
 from shardwise.parallel.pipeline.comm import decode_ports, encode_ports
 from shardwise.parallel.pipeline.cut import balance, cut_model
 from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
-from shardwise.parallel.pipeline.stage import Boundary, Layout, Port, Wire
+from shardwise.parallel.pipeline.stage import Boundary, ShardLayout, StageInput, StageIO
 
 STYLES: list[tuple[Any, int]] = [
     ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2),
@@ -76,7 +76,7 @@ def test_a_deep_model_is_cut_by_what_a_tiny_one_shows() -> None:
     tiny = tiny_case("t5", "seq2seq")
     facts = probe(tiny)
     config = type(tiny.config)(**{**tiny.config.to_dict(), "num_layers": 9, "num_decoder_layers": 7})
-    cut = cut_model(Case(config, "seq2seq").model(), facts, 8)
+    cut = cut_model(TinyCase(config, "seq2seq").model(), facts, 8)
     assert [call.block for call in cut.calls] == [
         *(f"encoder.block.{i}" for i in range(9)), *(f"decoder.block.{i}" for i in range(7)),
     ]  # fmt: skip
@@ -87,8 +87,8 @@ def test_a_deep_model_is_cut_by_what_a_tiny_one_shows() -> None:
     # An adapter goes where what it is on goes; of what nothing is known, every stage has one.
     assert not cut.needs(middle, "decoder.final_layer_norm.lora_A.weight") and cut.needs(7, "lm_head.lora_A.weight")
     assert cut.needs(3, "something.new")
-    with pytest.raises(Refused, match="16 blocks cannot be divided among 17"):
-        cut_model(Case(config, "seq2seq").model(), facts, 17)
+    with pytest.raises(CannotParallelize, match="16 blocks cannot be divided among 17"):
+        cut_model(TinyCase(config, "seq2seq").model(), facts, 17)
 
 
 ROUNDED = 1e-5  # norms compute in single precision; what is wrong is off by 1e-2 and more
@@ -188,7 +188,7 @@ def after_resharding() -> list[float]:
             self.norm = torch.nn.LayerNorm(4)
 
         def forward(self, x: torch.Tensor) -> Boundary:
-            return Boundary(Wire((), (self.norm(x),)))
+            return Boundary(StageIO((), (self.norm(x),)))
 
     torch.manual_seed(0)
     stage, x = Stage(), torch.randn(2, 4)
@@ -212,8 +212,11 @@ def test_parameters_are_gathered_again_before_the_backward_of_a_boundary() -> No
 
 
 def test_what_passes_at_a_boundary_is_told_as_data() -> None:
-    layout = Layout(("tensor", "data"), (Replicate(), Shard(1)), (2, 8), (8, 1))
-    ports = (Port((0, 0), (2, 4), torch.bfloat16, True, layout), Port(("mask", 1), (3,), torch.int64, False))
+    layout = ShardLayout(("tensor", "data"), (Replicate(), Shard(1)), (2, 8), (8, 1))
+    ports = (
+        StageInput((0, 0), (2, 4), torch.bfloat16, True, layout),
+        StageInput(("mask", 1), (3,), torch.int64, False),
+    )
     assert decode_ports(encode_ports(ports)) == ports
     with pytest.raises(ValueError):
         decode_ports(pickle.dumps(ports))

@@ -251,11 +251,11 @@ class Ground:
         from shardwise.core.network import bind
         from shardwise.serve.app import Api, Policy
         from shardwise.serve.command import web_config
-        from shardwise.serve.engine import Engine, Limits
+        from shardwise.serve.engine import BatchingEngine, Limits
         from shardwise.serve.models import Models, Served
 
         models = Models([Served("tiny", *self._loaded)])
-        engine = Engine(models, Limits(4, 4, 60.0, 512))
+        engine = BatchingEngine(models, Limits(4, 4, 60.0, 512))
         listener = bind("127.0.0.1", 0)
         return self._serve(uvicorn.Server(web_config(Api(models, engine, Policy(key)).app())), listener)
 
@@ -277,13 +277,13 @@ class Ground:
     def apart(self) -> int:
         """The port of a meeting point of workers, with a token."""
         from shardwise.core.network import bind
-        from shardwise.diloco.command import Options, rule_of
-        from shardwise.diloco.ledger import Ledger
+        from shardwise.diloco.command import SyncServerOptions, rule_of
+        from shardwise.diloco.ledger import RoundLedger
         from shardwise.diloco.rounds import Rounds
         from shardwise.diloco.server import MeetServer
 
         listener = bind("127.0.0.1", 0)
-        rounds = Rounds(Ledger(self.root / "apart"), rule_of(Options()), lambda text: None)
+        rounds = Rounds(RoundLedger(self.root / "apart"), rule_of(SyncServerOptions()), lambda text: None)
         server = MeetServer(listener, rounds, TOKEN)
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         self._closing.callback(lambda: (server.shutdown(), server.server_close()))
@@ -292,11 +292,11 @@ class Ground:
     @cached_property
     def hosts(self) -> Any:
         """The keeper of a meeting of hosts, with a token, and its place."""
-        from shardwise.launch.rendezvous import Meeting, Rules
-        from shardwise.launch.rendezvous_link import Keeper, Place, free_port
+        from shardwise.launch.rendezvous import Rendezvous, Rules
+        from shardwise.launch.rendezvous_link import Keeper, RendezvousAddress, free_port
 
-        place = Place("127.0.0.1", free_port(), "ours", TOKEN)
-        keeper = Keeper(place, Meeting(Rules(2, 2), "a"))
+        place = RendezvousAddress("127.0.0.1", free_port(), "ours", TOKEN)
+        keeper = Keeper(place, Rendezvous(Rules(2, 2), "a"))
         self._closing.callback(keeper.close)
         return keeper, place
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from security.ground import TOKEN, Bomb, GotThrough, Ground, attempt, environment, patched, refused
 
-from shardwise.launch.rendezvous import Report
-from shardwise.launch.rendezvous_link import LONGEST, Line, Place
+from shardwise.launch.rendezvous import HostReport
+from shardwise.launch.rendezvous_link import LONGEST, Line, RendezvousAddress
 
 HOSTS = "hosts"
-REPORT = Report("evil-1", "evil", 1, 4242, "waiting")
+REPORT = HostReport("evil-1", "evil", 1, 4242, "waiting")
 
 
 def _stranger(ground: Ground, token: str | None) -> str:
@@ -31,7 +31,7 @@ def _unknown(keeper: Any) -> None:
         raise GotThrough("the stranger is in the book")
 
 
-def _converse(place: Place, *lines: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _converse(place: RendezvousAddress, *lines: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Sends lines behind the keeper's greeting; its number and its answer, if it gives one."""
     with socket.create_connection((place.host, place.port), 5) as connection, connection.makefile("rb") as stream:
         greeting = json.loads(stream.readline())
@@ -80,7 +80,7 @@ def _(ground: Ground) -> str:
 
         thread = threading.Thread(target=listen, daemon=True)
         thread.start()
-        honest = Report("honest-1", "honest", 1, 4242, "waiting")
+        honest = HostReport("honest-1", "honest", 1, 4242, "waiting")
         answer = Line(replace(place, port=between.getsockname()[1])).ask(honest)
         thread.join(5)
     assert answer is not None and TOKEN.encode() not in overheard[0], "the honest host was heard, its token was not"
@@ -117,7 +117,7 @@ def _(ground: Ground) -> str:
                 connection.sendall(json.dumps({"words": words, "proof": ""}).encode() + b"\n")
 
         threading.Thread(target=order, daemon=True).start()
-        place = Place("127.0.0.1", stranger.getsockname()[1], "ours", TOKEN)
+        place = RendezvousAddress("127.0.0.1", stranger.getsockname()[1], "ours", TOKEN)
         return refused(lambda: Line(place).ask(REPORT))
 
 

@@ -15,7 +15,7 @@ from shardwise.nn.generate import Sampling, reply
 from shardwise.serve import engine as engine_module
 from shardwise.serve.kv import can_join
 from shardwise.serve.models import Served
-from shardwise.serve.rows import Ended, Failed, StopText
+from shardwise.serve.rows import AnswerEnded, Failed, StopText
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -74,7 +74,7 @@ def test_answers_are_those_given_alone(family: str, tokenizer: Any) -> None:
         for text, each in zip(QUESTIONS, sampling, strict=True):
             listeners.append(submit(engine, question(served, text, each))[1])
             listeners[-1].next()
-        assert all(isinstance(listener.end(), Ended) for listener in listeners)
+        assert all(isinstance(listener.end(), AnswerEnded) for listener in listeners)
         assert [listener.text for listener in listeners] == expected
 
 
@@ -150,10 +150,10 @@ def test_the_reason_and_the_count(model: Any, tokenizer: Any, pairs: dict[str, s
         whole = submit(engine, question(served, "Hi", Sampling(max_tokens=20)))[1]
         cut = submit(engine, question(served, "Hi", Sampling(max_tokens=3)))[1]
         stopped = submit(engine, question(served, "Hi", Sampling(max_tokens=20), stop=("how", "zzz")))[1]
-        assert whole.end() == Ended("stop", 10) and whole.text == pairs["Hi"]
-        assert cut.end() == Ended("length", 3)
+        assert whole.end() == AnswerEnded("stop", 10) and whole.text == pairs["Hi"]
+        assert cut.end() == AnswerEnded("length", 3)
         end = stopped.end()
-        assert isinstance(end, Ended) and end.reason == "stop" and stopped.text == "Hello there, "
+        assert isinstance(end, AnswerEnded) and end.reason == "stop" and stopped.text == "Hello there, "
 
 
 def test_scores_are_the_models_log_probabilities(model: Any, tokenizer: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_client_that_leaves_frees_its_row(tokenizer: Any) -> None:
         first.next()
         wait_until(lambda: engine.load() == (1, 1))
         row.cancelled = True
-        assert second.end() == Ended("length", 2)
+        assert second.end() == AnswerEnded("length", 2)
         wait_until(lambda: engine.load() == (0, 0))
 
 
@@ -223,10 +223,10 @@ def test_memory_bounds_what_runs_at_once(tokenizer: Any) -> None:
         listeners = [submit(engine, ask)[1] for _ in range(6)]
         while engine.load() != (0, 0):
             most = max(most, engine.load()[0])
-        assert all(isinstance(listener.end(), Ended) for listener in listeners)
+        assert all(isinstance(listener.end(), AnswerEnded) for listener in listeners)
         assert most == 2
         engine._memory = 1.0  # too little for anything: what fits nowhere is tried alone
-        assert isinstance(submit(engine, ask)[1].end(), Ended)
+        assert isinstance(submit(engine, ask)[1].end(), AnswerEnded)
 
 
 @pytest.mark.parametrize(("error", "status"), [(torch.OutOfMemoryError("full"), 503), (RuntimeError("bug"), 500)])
@@ -244,7 +244,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
         end = submit(engine, question(served, "Hi", Sampling()))[1].end()
         assert isinstance(end, Failed) and end.status == status
         after = submit(engine, question(served, "Hi", Sampling()))[1]
-        assert isinstance(after.end(), Ended) and after.text == pairs["Hi"]
+        assert isinstance(after.end(), AnswerEnded) and after.text == pairs["Hi"]
 
 
 def test_settings_that_overflow_hurt_nobody(model: Any, tokenizer: Any, pairs: dict[str, str]) -> None:
@@ -252,7 +252,7 @@ def test_settings_that_overflow_hurt_nobody(model: Any, tokenizer: Any, pairs: d
     odd = [Sampling(20, temperature=1e-40, seed=1), Sampling(20, temperature=1.0, repetition_penalty=1e-40, seed=1)]
     with running(served) as engine:
         listeners = [submit(engine, question(served, "Hi", one))[1] for one in [*odd, Sampling(20)]]
-        assert all(isinstance(listener.end(), Ended) for listener in listeners)
+        assert all(isinstance(listener.end(), AnswerEnded) for listener in listeners)
         assert listeners[0].text == listeners[-1].text == pairs["Hi"], "next to no temperature is greedy"
 
 
@@ -263,7 +263,7 @@ def test_a_request_that_fails_fails_alone(model: Any, tokenizer: Any, pairs: dic
             row, bad = submit(engine, question(served, "Hi", Sampling(20)))
             good = submit(engine, question(served, "Hi", Sampling(20)))[1]
             row.pieces.tokenizer = None
-        assert isinstance(bad.end(), Failed) and isinstance(good.end(), Ended)
+        assert isinstance(bad.end(), Failed) and isinstance(good.end(), AnswerEnded)
         assert good.text == pairs["Hi"]
 
 

@@ -19,7 +19,7 @@ from shardwise.core.errors import UserError
 from shardwise.core.network import bind, find_key, is_loopback
 from shardwise.nn.generate import Sampling, reply
 from shardwise.serve import vllm
-from shardwise.serve.command import Options, serve
+from shardwise.serve.command import ServeOptions, serve
 from shardwise.serve.models import Served, load_models, shared_bases, split_names
 from shardwise.serve.prompts import make_asks
 from shardwise.serve.protocol import ChatRequest, parse
@@ -36,9 +36,9 @@ def test_an_open_door_needs_a_key_or_a_word(monkeypatch: pytest.MonkeyPatch, tmp
         True, True, True, False, False, False, False,
     ]  # fmt: skip
     with pytest.raises(UserError, match="anyone on the network"):
-        serve(Options(["nothing"], host="0.0.0.0"))
+        serve(ServeOptions(["nothing"], host="0.0.0.0"))
     nothing = [str(tmp_path)]
-    for options in (Options(nothing, host="0.0.0.0", port=0, open=True), Options(nothing, port=0)):
+    for options in (ServeOptions(nothing, host="0.0.0.0", port=0, open=True), ServeOptions(nothing, port=0)):
         with pytest.raises(UserError, match=r"has no config\.json"):  # past the door
             serve(options)
     monkeypatch.delenv("NO_KEY", raising=False)
@@ -105,7 +105,7 @@ def test_a_changed_template_is_refused(folder: str, tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(place)
     with pytest.raises(UserError, match="chat template changed"):
-        serve(Options([place], port=0))
+        serve(ServeOptions([place], port=0))
 
 
 def test_tools_reach_the_template(folder: str) -> None:
@@ -130,21 +130,21 @@ def test_tools_reach_the_template(folder: str) -> None:
 
 def test_vllm_is_used_where_it_can_be(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"tiny": folder}
-    assert not vllm.wanted(Options([folder]), places)
+    assert not vllm.wanted(ServeOptions([folder]), places)
     with pytest.raises(UserError, match=r"not installed|GPU"):
-        vllm.wanted(Options([folder], engine="vllm"), places)
+        vllm.wanted(ServeOptions([folder], engine="vllm"), places)
     with pytest.raises(UserError, match="is not known"):
-        vllm.wanted(Options([folder], engine="tgi"), places)
+        vllm.wanted(ServeOptions([folder], engine="tgi"), places)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert vllm.wanted(Options([folder]), places)
-    assert not vllm.wanted(Options([folder], engine="transformers"), places)
-    assert not vllm.wanted(Options([folder], rate="5/s"), places), "it has no rate: ours has"
+    assert vllm.wanted(ServeOptions([folder]), places)
+    assert not vllm.wanted(ServeOptions([folder], engine="transformers"), places)
+    assert not vllm.wanted(ServeOptions([folder], rate="5/s"), places), "it has no rate: ours has"
     with pytest.raises(UserError, match="does not offer --rate"):
-        vllm.wanted(Options([folder], rate="5/s", engine="vllm"), places)
+        vllm.wanted(ServeOptions([folder], rate="5/s", engine="vllm"), places)
     with pytest.raises(UserError, match="Hugging Face folder"):
-        vllm.wanted(Options(["x"], engine="vllm"), {"x": "nothing"})
-    line = vllm.command_line(Options([folder], max_concurrent=7, max_tokens=99, port=1), places)
+        vllm.wanted(ServeOptions(["x"], engine="vllm"), {"x": "nothing"})
+    line = vllm.command_line(ServeOptions([folder], max_concurrent=7, max_tokens=99, port=1), places)
     pairs = dict(zip(line[3::2], line[4::2], strict=True))
     assert pairs["--model"] == folder and pairs["--served-model-name"] == "tiny" and pairs["--max-num-seqs"] == "7"
     assert json.loads(pairs["--override-generation-config"]) == {"max_new_tokens": 99}

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwise.nn.generate import Sampling, prompt_ids
-from shardwise.serve.engine import Engine, Limits
+from shardwise.serve.engine import BatchingEngine, Limits
 from shardwise.serve.models import Models, Served
-from shardwise.serve.rows import Ask, Ended, Event, Failed, Piece, Row
+from shardwise.serve.rows import AnswerEnded, AnswerRow, Ask, Event, Failed, TextPiece
 
 
 @contextmanager
-def running(*served: Served, **limits: Any) -> Iterator[Engine]:
+def running(*served: Served, **limits: Any) -> Iterator[BatchingEngine]:
     """An engine that is closed afterwards."""
-    engine = Engine(Models(list(served)), Limits(**limits))
+    engine = BatchingEngine(Models(list(served)), Limits(**limits))
     engine.start()
     try:
         yield engine
@@ -30,18 +30,18 @@ class Listener:
 
     def __init__(self) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
-        self.pieces: list[Piece] = []
+        self.pieces: list[TextPiece] = []
 
     def next(self, timeout: float = 60) -> Event:
         """The next event."""
         event = self.events.get(timeout=timeout)
-        if isinstance(event, Piece):
+        if isinstance(event, TextPiece):
             self.pieces.append(event)
         return event
 
-    def end(self) -> Ended | Failed:
+    def end(self) -> AnswerEnded | Failed:
         """Waits for the last event."""
-        while isinstance(event := self.next(), Piece):
+        while isinstance(event := self.next(), TextPiece):
             pass
         return event
 
@@ -56,7 +56,7 @@ def question(served: Served, text: str, sampling: Sampling, **more: Any) -> Ask:
     return Ask(served, prompt_ids(served.tokenizer, [{"role": "user", "content": text}]), sampling, **more)
 
 
-def submit(engine: Engine, ask: Ask) -> tuple[Row, Listener]:
+def submit(engine: BatchingEngine, ask: Ask) -> tuple[AnswerRow, Listener]:
     """Hands one ask over; there has to be room for it."""
     listener = Listener()
     rows = engine.submit([ask], [listener.events.put])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.data.statistics import Bill, PackingBill, SourceBill, add_lengths, no_lengths
+from shardwise.data.statistics import DataStatistics, PackingStatistics, SourceStatistics, add_lengths, no_lengths
 
 HOSTILE = (
     "</script></title></pre><script>parent.hacked = 1</script><img src=x onerror='parent.hacked = 2'>\" ' "
@@ -13,12 +13,12 @@ HOSTILE = (
 )
 
 
-def source(name: str = "chat.jsonl", rows: int = 1000, length: int = 300, **changes: Any) -> SourceBill:
+def source(name: str = "chat.jsonl", rows: int = 1000, length: int = 300, **changes: Any) -> SourceStatistics:
     """Rows of one length, 40% of whose tokens are learned."""
     lengths = no_lengths()
     add_lengths(lengths, [length] * rows)
     tokens = rows * length
-    one = SourceBill(
+    one = SourceStatistics(
         name=name,
         path=f"/data/{name}",
         format="chat",
@@ -35,10 +35,10 @@ def source(name: str = "chat.jsonl", rows: int = 1000, length: int = 300, **chan
     return replace(one, **changes)
 
 
-def bill(*train: SourceBill, evaluation: tuple[SourceBill, ...] = (), **changes: Any) -> Bill:
+def bill(*train: SourceStatistics, evaluation: tuple[SourceStatistics, ...] = (), **changes: Any) -> DataStatistics:
     """In order, unless its parts are not."""
     sources = list(train or (source(),))
     tokens = sum(s.tokens for s in sources)
-    packing = PackingBill(True, max(1, tokens // 2000), sum(s.documents for s in sources), tokens, 2048, 65536)
-    one = Bill(sources, list(evaluation), packing, "tokenizer", "abc123", "assistant", "drop")
+    packing = PackingStatistics(True, max(1, tokens // 2000), sum(s.documents for s in sources), tokens, 2048, 65536)
+    one = DataStatistics(sources, list(evaluation), packing, "tokenizer", "abc123", "assistant", "drop")
     return replace(one, **changes)

@@ -162,7 +162,7 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
 
     from shardwise.config.load import load_run
     from shardwise.distributed.mesh import init_world
-    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.prepare import prepare_run
     from shardwise.optim.schedules import set_rates
     from shardwise.parallel.offload.disk import DiskFolder
     from shardwise.train.loop import accumulate, agree_on_units, seed_step
@@ -170,7 +170,7 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
     from shardwise.train.status import Status
     from support.scenarios import batch_of
 
-    job = prepare_job(load_run(run))
+    job = prepare_run(load_run(run))
     world = init_world(job.run)
     train = job.run.train
     with DiskFolder(job.offload_folder, world.rank, world.size) as disk:

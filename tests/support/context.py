@@ -12,7 +12,7 @@ from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
 from shardwise.foresight.zoo.run import tiny_case
 from shardwise.nn.models.build import find_blocks
-from shardwise.nn.tiny.case import Answer, Case, gradients_of, judge, mean_loss, units_of
+from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.context.install import Context, install_context
 from shardwise.parallel.tiny_reference import alone
 from shardwise.train.trial.context import inputs_of, try_context
@@ -37,7 +37,7 @@ def families(names: list[str], task: Any, kinds: list[Any]) -> dict[str, str]:
     return wrong
 
 
-def packed_batch(case: Case) -> MicroBatch:
+def packed_batch(case: TinyCase) -> MicroBatch:
     """Documents of LENGTHS in rows; nothing is predicted across them."""
     documents = Documents.of_lengths(LENGTHS)
     ids, labels = case.inputs(3, 23)["input_ids"], case.labels(3, 23).clone()
@@ -51,7 +51,7 @@ def _real(documents: Documents) -> torch.Tensor:
     return torch.arange(documents.width) < lengths[:, None]
 
 
-def one_at_a_time(case: Case, batch: MicroBatch) -> Answer:
+def one_at_a_time(case: TinyCase, batch: MicroBatch) -> LossAndGradients:
     """One process, one document after the other."""
     model, documents = case.model(), batch.documents
     assert documents is not None
@@ -60,10 +60,10 @@ def one_at_a_time(case: Case, batch: MicroBatch) -> Answer:
     for piece, wanted in zip(ids, labels, strict=True):
         total = total + mean_loss(model(input_ids=piece[None], use_cache=False).logits, wanted[None], units)
     total.backward()
-    return Answer(total.item(), gradients_of(model))
+    return LossAndGradients(total.item(), gradients_of(model))
 
 
-def divided(model: Any, context: Context, batch: MicroBatch, mesh: Any) -> Answer:
+def divided(model: Any, context: Context, batch: MicroBatch, mesh: Any) -> LossAndGradients:
     """The same divided over ranks."""
     part = context.split(batch)
     loss = mean_loss(model(**inputs_of(part)).logits, part.labels, units_of(batch.labels))
@@ -73,7 +73,7 @@ def divided(model: Any, context: Context, batch: MicroBatch, mesh: Any) -> Answe
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         dist.all_reduce(parameter.grad)
-    return Answer(total.item(), gradients_of(model))
+    return LossAndGradients(total.item(), gradients_of(model))
 
 
 def packed(names: list[str], kinds: list[Any], recomputed: bool) -> dict[str, str]:
@@ -105,7 +105,7 @@ def padded() -> str:
     model = case.model()
     loss = mean_loss(model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits, labels, units_of(labels))
     loss.backward()
-    wanted = Answer(loss.item(), gradients_of(model))
+    wanted = LossAndGradients(loss.item(), gradients_of(model))
     model = case.model()
     context = install_context(model, mesh, "ring")
     verdict = judge(divided(model, context, MicroBatch(ids, labels, None, mask.long()), mesh), wanted)
@@ -155,7 +155,7 @@ def wire_bytes(kind: Any) -> tuple[float, dict[str, list[int]], dict[str, int]]:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     wanted = alone(case)
-    apart = judge(Answer(wanted.loss, gradients_of(model)), wanted).gradient
+    apart = judge(LossAndGradients(wanted.loss, gradients_of(model)), wanted).gradient
     config = model.config
     token = config.head_dim * 8 * part.input_ids.numel()  # one head of this rank's part
     sizes = {
@@ -167,11 +167,11 @@ def wire_bytes(kind: Any) -> tuple[float, dict[str, list[int]], dict[str, int]]:
 
 def refusal(name: str, task: Any = "causal") -> str:
     """What is said of a family that cannot be divided."""
-    from shardwise.nn.tiny.case import Refused
+    from shardwise.nn.tiny.case import CannotParallelize
 
     try:
         try_context(tiny_case(name, task), mesh_of(dist.get_world_size()))
-    except Refused as refused:
+    except CannotParallelize as refused:
         return str(refused)
     return ""
 
@@ -197,7 +197,7 @@ def sharded(names: list[str]) -> dict[str, str]:
         (loss * ranks).backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        verdict = judge(Answer(total.item(), gradients_of(model)), wanted)
+        verdict = judge(LossAndGradients(total.item(), gradients_of(model)), wanted)
         whole = mean_loss(model(**case.inputs(), use_cache=False).logits, labels, units_of(labels))
         if not verdict.right or abs(whole.item() - wanted.loss) > 1e-6:
             wrong[name] = f"{verdict}, undivided {whole.item()} for {wanted.loss}"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.checkpoint import copies as module
-from shardwise.checkpoint.copies import Copies
+from shardwise.checkpoint.copies import MemoryCheckpoints
 from shardwise.checkpoint.store import load_tensors, read_trainer
 
 
@@ -25,11 +25,11 @@ def state(value: float) -> dict[str, torch.Tensor]:
     return {"rows": distribute_tensor(rows, mesh, [Shard(0)]), "whole": torch.full((7,), value)}
 
 
-def open_copies(folder: Path, hosts: list[str]) -> Copies:
+def open_copies(folder: Path, hosts: list[str]) -> MemoryCheckpoints:
     os.environ |= {"SHARDWISE_MEMORY": str(folder / "memory"), "SHARDWISE_HOST": hosts[dist.get_rank()]}
     (folder / "memory").mkdir(exist_ok=True)
     (folder / "checkpoints").mkdir(exist_ok=True)
-    return Copies(folder / "checkpoints", dist.new_group(backend="gloo"), afresh=False)
+    return MemoryCheckpoints(folder / "checkpoints", dist.new_group(backend="gloo"), afresh=False)
 
 
 def make(folder: Path, hosts: list[str], steps: list[int]) -> list[str]:

@@ -21,7 +21,15 @@ from shardwise.nn.adapters.plan import attach, plan_method
 from shardwise.nn.adapters.quantized import quantize_linears
 from shardwise.nn.models.build import find_blocks, materialise
 from shardwise.nn.models.weights import fill_local
-from shardwise.nn.tiny.case import Answer, Case, Refused, gradients_of, judge, mean_loss, units_of
+from shardwise.nn.tiny.case import (
+    CannotParallelize,
+    LossAndGradients,
+    TinyCase,
+    gradients_of,
+    judge,
+    mean_loss,
+    units_of,
+)
 from shardwise.parallel.expert.apply import ExpertParallel, count_loads, find_experts, spread_experts
 from shardwise.parallel.tiny_reference import alone
 from shardwise.train.trial.expert import try_expert
@@ -52,7 +60,7 @@ def refused(name: str, experts: int | None = None) -> str:
         case.config.num_local_experts = experts
     try:
         spread_experts(case.model(), mesh_of(dist.get_world_size()))
-    except Refused as refusal:
+    except CannotParallelize as refusal:
         return str(refusal)
     return ""
 
@@ -87,7 +95,7 @@ def sharded(name: str, sizes: tuple[int, ...], expert: int, stage: int, folder: 
     (loss * ranks).backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
-    verdict = judge(Answer(total.item(), gradients_of(model)), alone(case))
+    verdict = judge(LossAndGradients(total.item(), gradients_of(model)), alone(case))
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -112,7 +120,7 @@ def _shard(model: Any, parallel: ExpertParallel, dense: DeviceMesh, data: Device
     fully_shard(model, mesh=dense, **options)
 
 
-def stack(name: str, case: Case | None = None) -> nn.Module:
+def stack(name: str, case: TinyCase | None = None) -> nn.Module:
     """One layer's experts of a tiny model, in double precision."""
     case = case or tiny_case(name, "causal")
     return next(iter(find_experts(case.model()).values()))
@@ -233,7 +241,7 @@ def loads(name: str) -> dict[str, Any]:
 
 def adapted(name: str, method: Lora) -> dict[str, float]:
     """Adapters on the dense layers, experts frozen or in four bits, spread and not: how far gradients are apart."""
-    case = Case(tiny_case(name, "causal").config, "causal", dtype=torch.float32)
+    case = TinyCase(tiny_case(name, "causal").config, "causal", dtype=torch.float32)
     plain, model = _with_adapters(case, method), _with_adapters(case, method)
     rank, mesh = dist.get_rank(), mesh_of(dist.get_world_size())
     spread_experts(model, mesh)
@@ -251,7 +259,7 @@ def adapted(name: str, method: Lora) -> dict[str, float]:
     return {"worst": max(apart.values()), "trained": len(apart)}
 
 
-def _with_adapters(case: Case, method: Lora) -> Any:
+def _with_adapters(case: TinyCase, method: Lora) -> Any:
     model = case.model()
     plan = plan_method(model, method)
     shapes = {name: features(model.get_submodule(name)) for name in plan.targets}

@@ -158,7 +158,7 @@ def broken_then_plain(run: dict[str, Any]) -> tuple[list[str], float, float]:
 
     from shardwise.config.load import load_run
     from shardwise.distributed.mesh import init_world
-    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.prepare import prepare_run
     from shardwise.nn.attention import varlen as attention
     from shardwise.train.loop import accumulate
     from shardwise.train.setup import build_parts
@@ -172,7 +172,7 @@ def broken_then_plain(run: dict[str, Any]) -> tuple[list[str], float, float]:
     losses = []
     for function in (broken, attention._one_by_one):
         attention._one_by_one = function
-        job = prepare_job(load_run(run))
+        job = prepare_run(load_run(run))
         parts = build_parts(job, init_world(job.run), Status(None), said.append)
         losses.append(accumulate(parts, batch_of(parts, 0)).item())
         dist.barrier()

@@ -19,7 +19,16 @@ from shardwise.foresight.zoo.run import tiny_case
 from shardwise.nn.attention.document_mask import RowsMask
 from shardwise.nn.attention.varlen import install
 from shardwise.nn.models.build import materialise
-from shardwise.nn.tiny.case import Answer, Case, Refused, Verdict, gradients_of, judge, mean_loss, units_of
+from shardwise.nn.tiny.case import (
+    CannotParallelize,
+    Deviation,
+    LossAndGradients,
+    TinyCase,
+    gradients_of,
+    judge,
+    mean_loss,
+    units_of,
+)
 from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, picture, probe
 from shardwise.parallel.tiny_reference import alone
 from shardwise.parallel.zero.stages import ShardedModel, shard_model
@@ -28,7 +37,7 @@ from shardwise.train.trial.pipeline import compute, gathered, micro_batches_of, 
 CPU = torch.device("cpu")
 
 
-def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]], micros: int) -> dict[Any, Verdict]:
+def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]], micros: int) -> dict[Any, Deviation]:
     """Every model by every schedule, against one process."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipeline",))
     found = {}
@@ -41,7 +50,7 @@ def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]],
     return found
 
 
-def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any, Verdict]:
+def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any, Deviation]:
     """Two stages, each sharded over the other ranks: (style, chunks, ZeRO stage, recomputation)."""
     ranks = dist.get_world_size()
     width = ranks // 2
@@ -70,7 +79,7 @@ def with_shards(kind: str, cases: list[tuple[str, int, int, bool]]) -> dict[Any,
         answer = gathered(stages, results, mesh.get_group("pipeline"))
         losses = [None] * width
         dist.all_gather_object(losses, answer.loss, group=mesh.get_group(axis))
-        found[style, zero, again] = judge(Answer(sum(losses), answer.gradients), wanted)
+        found[style, zero, again] = judge(LossAndGradients(sum(losses), answer.gradients), wanted)
     return found
 
 
@@ -78,7 +87,7 @@ def told(sharded: ShardedModel) -> Any:
     return lambda chunk, last: sharded.prepare_micro_batch(last)
 
 
-def packed() -> tuple[Verdict, int]:
+def packed() -> tuple[Deviation, int]:
     """Documents of different lengths in rows of different widths, with the mask that is no tensor; a step of fewer
     micro-batches than stages after it."""
     group, ranks = dist.group.WORLD, dist.get_world_size()
@@ -94,10 +103,10 @@ def packed() -> tuple[Verdict, int]:
     pipeline = Pipeline(stages, group, schedule, CPU)
     results = pipeline.step(micros, _packed_loss, lambda loss: loss / units)
     answer = gathered(stages, [r / units for r in results], group)
-    return judge(answer, Answer(total.item(), gradients_of(whole))), len(pipeline._known)
+    return judge(answer, LossAndGradients(total.item(), gradients_of(whole))), len(pipeline._known)
 
 
-def _packed(case: Case, lengths: list[list[int]]) -> dict[str, Any]:
+def _packed(case: TinyCase, lengths: list[list[int]]) -> dict[str, Any]:
     documents = Documents.of_lengths(lengths)
     rows, width = documents.rows, documents.width
     return case.inputs(rows, width) | {
@@ -176,12 +185,12 @@ def refusals() -> list[str]:
         shard_model(model, stages.blocks, mesh["replicate", "shard"], zero, "fp32")
         try:
             pipeline.step(micro_batches_of(case, 2), compute, lambda loss: loss)
-        except Refused as refusal:
+        except CannotParallelize as refusal:
             told.append(str(refusal))
     return told
 
 
-def divided() -> Verdict:
+def divided() -> Deviation:
     """Two stages of two ranks among which the positions between blocks are divided, as under tensor parallelism."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
     case, schedule, tensor = tiny_case("llama", "causal"), Schedule("1f1b"), mesh["tensor"]
@@ -219,7 +228,7 @@ def from_meta() -> tuple[float, float, list[str]]:
     mesh = init_device_mesh("cpu", (ranks, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
     tiny = tiny_case("llama", "causal")
     config = type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 7})
-    case = Case(config, "causal", dtype=torch.float32)
+    case = TinyCase(config, "causal", dtype=torch.float32)
     whole = case.model()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config)

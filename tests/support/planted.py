@@ -139,14 +139,14 @@ def updates_never_gathered() -> None:
 
 def a_message_halved() -> None:
     """A pipeline's second stage gets half of what the first one computed."""
-    from shardwise.parallel.pipeline.comm import Mail
+    from shardwise.parallel.pipeline.comm import StageComm
 
-    plain = Mail.send
+    plain = StageComm.send
 
     def send(self: Any, chunk: int, micro: int, ports: Any, tensors: Any) -> None:
         plain(self, chunk, micro, ports, [t * 0.5 if t.is_floating_point() else t for t in tensors])
 
-    Mail.send = send  # type: ignore[method-assign]
+    StageComm.send = send  # type: ignore[method-assign]
 
 
 def router_losses_dropped() -> None:

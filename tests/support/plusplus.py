@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 
 def _world(node: int, shard: int) -> Any:
-    from shardwise.distributed.mesh import Layout, join_world, split_shards
+    from shardwise.distributed.mesh import MeshLayout, join_world, split_shards
 
-    world = join_world("cpu", "gloo", 60, Layout(dist.get_world_size() // shard, shard))
+    world = join_world("cpu", "gloo", 60, MeshLayout(dist.get_world_size() // shard, shard))
     return split_shards(world.mesh, node, 60), world.mesh["shard"].get_group()
 
 

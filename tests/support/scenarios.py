@@ -12,11 +12,11 @@ def parts_of(run: dict[str, Any]) -> Any:
     """The loop's parts, built by the real set-up."""
     from shardwise.config.load import load_run
     from shardwise.distributed.mesh import init_world
-    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.prepare import prepare_run
     from shardwise.train.setup import build_parts
     from shardwise.train.status import Status
 
-    job = prepare_job(load_run(run))
+    job = prepare_run(load_run(run))
     return build_parts(job, init_world(job.run), Status(None))
 
 
@@ -147,11 +147,11 @@ def load_and_watch(run: dict[str, Any]) -> dict[str, int]:
 
     from shardwise.config.load import load_run
     from shardwise.distributed.mesh import init_world
-    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.prepare import prepare_run
     from shardwise.nn.models.build import build_on_meta
     from shardwise.train.setup import build_model, fill_model
 
-    job = prepare_job(load_run(run))
+    job = prepare_run(load_run(run))
     world = init_world(job.run)
     build_on_meta(job.source)  # imports the model's code, which is not what is measured
     before, peak, done = private_bytes(), [0], threading.Event()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.copies import NoCopies
+from shardwise.checkpoint.copies import NoMemoryCheckpoints
 from shardwise.checkpoint.integrity import digest_file, write_manifest
 from shardwise.train import resume
 
@@ -25,7 +25,7 @@ def chosen(root: Path) -> tuple[str, list[str], list[str]]:
     """What this rank goes on from, what was passed over, and the files that are damaged; the second sees no folder."""
     if dist.get_rank() == 1:
         resume.list_checkpoints = lambda _: []  # a shared file system that is slow to tell
-    start = resume.find_start("auto", root, NoCopies(), dist.group.WORLD)
+    start = resume.find_start("auto", root, NoMemoryCheckpoints(), dist.group.WORLD)
     assert start.folder is not None
     damage = [str(file) for one in start.damaged for file in one.damage]
     return start.folder.name, [one.name for one in start.damaged], damage

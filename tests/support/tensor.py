@@ -18,13 +18,13 @@ def case_of(kind: str, task: Any = "causal", **changes: Any) -> Any:
     """A tiny model of an architecture, by default as its authors configure it."""
     from transformers import CONFIG_MAPPING
 
-    from shardwise.nn.tiny.case import Case
+    from shardwise.nn.tiny.case import TinyCase
     from shardwise.nn.tiny.shrink import shrink
 
     config = shrink(CONFIG_MAPPING[kind]())
     for name, value in changes.items():
         setattr(config, name, value)
-    return Case(config, task)
+    return TinyCase(config, task)
 
 
 def apart(kind: str, task: Any = "causal", changes: dict[str, Any] | None = None) -> tuple[float, float, str]:
@@ -65,7 +65,7 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     from torch.distributed._composable import checkpoint
 
     from shardwise.nn.models.build import find_blocks, materialise
-    from shardwise.nn.tiny.case import Answer, gradients_of, judge, units_of
+    from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
     from shardwise.parallel.tensor.apply import divide_tensor
     from shardwise.parallel.tensor.roles import find_roles
@@ -99,7 +99,7 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
                 (2 * loss).backward()
             total += loss.detach()
         dist.all_reduce(total, group=root["shard"].get_group())
-        verdict = judge(Answer(total.item(), gradients_of(model)), alone(case))
+        verdict = judge(LossAndGradients(total.item(), gradients_of(model)), alone(case))
         found[kind] = (verdict.loss, verdict.gradient, verdict.module)
     return found
 
@@ -159,7 +159,7 @@ def adapted(case: Any, method: str) -> Any:
 
 def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, float, str, int]]:
     """How far adapted models on a tensor axis are from one process, and how many of their layers are whole."""
-    from shardwise.nn.tiny.case import Answer, gradients_of, judge, units_of
+    from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
     from shardwise.parallel.tensor.apply import divide_tensor
     from shardwise.parallel.tensor.roles import find_roles
@@ -182,7 +182,7 @@ def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, floa
                 logits = model(**case.inputs(), use_cache=False).logits
                 loss = token_losses(logits.flatten(0, 1), labels.flatten()).sum() / units_of(labels)
                 loss.backward()
-            answers.append(Answer(loss.item(), gradients_of(model)))
+            answers.append(LossAndGradients(loss.item(), gradients_of(model)))
         verdict = judge(answers[1], answers[0])
         found[method] = (verdict.loss, verdict.gradient, verdict.module, len(tensor.whole))
     return found
@@ -233,7 +233,7 @@ def block_traffic() -> list[list[tuple[str, int]]]:
 
 def head_traffic(joined: bool) -> tuple[float, float, str, list[tuple[str, int]], int, int]:
     """Loss over a cut vocabulary, by head and loss as one or by logits: how far off, and what the step moves."""
-    from shardwise.nn.tiny.case import Answer, gradients_of, judge, units_of
+    from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import HeadLoss, token_losses
     from shardwise.parallel.tensor.apply import divide_tensor
     from shardwise.parallel.tensor.roles import find_roles
@@ -250,7 +250,7 @@ def head_traffic(joined: bool) -> tuple[float, float, str, list[tuple[str, int]]
             losses = token_losses(logits.flatten(0, 1), labels.flatten())
         loss = losses.sum() / units_of(labels)
         loss.backward()
-    verdict = judge(Answer(loss.item(), gradients_of(model)), alone(case))
+    verdict = judge(LossAndGradients(loss.item(), gradients_of(model)), alone(case))
     return verdict.loss, verdict.gradient, verdict.module, wire.moved, labels.numel() * 32, labels.numel() * 1501
 
 
@@ -312,7 +312,7 @@ def dropout_recomputed() -> float:
     from torch.distributed._composable import checkpoint
 
     from shardwise.nn.models.build import find_blocks
-    from shardwise.nn.tiny.case import Answer, gradients_of, judge
+    from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge
     from shardwise.parallel.tensor.apply import divide_tensor
     from shardwise.parallel.tensor.roles import find_roles
 
@@ -327,7 +327,7 @@ def dropout_recomputed() -> float:
         with tensor.active():
             loss = model(**case.inputs(), use_cache=False).logits.square().mean()
             loss.backward()
-        answers.append(Answer(float(_full(loss)), gradients_of(model)))
+        answers.append(LossAndGradients(float(_full(loss)), gradients_of(model)))
     verdict = judge(*answers)
     return max(verdict.loss, verdict.gradient)
 

@@ -237,13 +237,13 @@ def norm_at_stage(stage: int) -> dict[str, float]:
     from torch.distributed.tensor import distribute_tensor
 
     from shardwise.config.schema import LossScale
-    from shardwise.distributed.mesh import Layout, join_world
+    from shardwise.distributed.mesh import MeshLayout, join_world
     from shardwise.optim.scaler import LossScaler
     from shardwise.parallel.zero.stages import ShardedModel, shard_model
     from shardwise.parallel.zero.update import Update
 
     ranks = dist.get_world_size()
-    world = join_world("cpu", "gloo", 60, Layout(*((ranks, 1) if stage == 0 else (1, ranks))))
+    world = join_world("cpu", "gloo", 60, MeshLayout(*((ranks, 1) if stage == 0 else (1, ranks))))
     model = nn.Sequential(nn.Embedding(49152, 64), nn.Linear(64, 3))
     shard_model(model, [], world.mesh, stage, "fp32")
     sharded = ShardedModel(model, stage, world.mesh)

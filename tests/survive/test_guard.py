@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from shardwise.config.schema import Guard as Settings
-from shardwise.train.guard import FEWEST, Guard
+from shardwise.train.guard import FEWEST, LossGuard
 
 
-def guard_of(tmp_path: Path) -> Guard:
+def guard_of(tmp_path: Path) -> LossGuard:
     world: Any = SimpleNamespace(is_main=True)
-    guard = Guard(Settings(spike=6.0), world, tmp_path, scaled=False)
+    guard = LossGuard(Settings(spike=6.0), world, tmp_path, scaled=False)
     for step in range(FEWEST):  # a deviation of 0.1 around 2, over 1,000 tokens a step
         assert guard._leap(2.1 if step % 2 else 1.9, 1000) == ""
     return guard

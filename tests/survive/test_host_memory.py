@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.core.host_memory import HostWatch, host_memory, shortage
+from shardwise.core.host_memory import HostMemoryWatch, host_memory, shortage
 
 GIB = 1 << 30
 
@@ -36,7 +36,7 @@ def watched(readings: list[int]) -> list[str]:
             return 10 * GIB, 10 * GIB
         return left, 10 * GIB
 
-    with HostWatch(told.append, read, lambda code: over.set(), every=0.001):
+    with HostMemoryWatch(told.append, read, lambda code: over.set(), every=0.001):
         assert over.wait(10)
     return told
 

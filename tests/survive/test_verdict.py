@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.train.watchdog.scene import Scene, Waiting
+from shardwise.train.watchdog.scene import PendingCollective, Scene
 from shardwise.train.watchdog.verdict import Silent, judge
 
 
 def scene(rank: int, begun: dict[str, int], waits: tuple[str, int] | None = None, **more: Any) -> Scene:
     """A rank of four; `waits` is a group and the number of a collective in it."""
-    held = (Waiting(waits[0], waits[1], "all_gather", "8 Float", 30.0),) if waits else ()
+    held = (PendingCollective(waits[0], waits[1], "all_gather", "8 Float", 30.0),) if waits else ()
     members = {"0": (0, 1, 2, 3), "a": (0, 1), "b": (2, 3)}
     values = {"doing": "computing", "module": "layers.1", "line": "forward (model.py:7)"} | more
     return Scene(rank, "host", 100 + rank, 5, waiting=held, begun=begun, members=members, **values)

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.train.status import Status
 from shardwise.train.watchdog import watchdog
-from shardwise.train.watchdog.scene import Waiting
+from shardwise.train.watchdog.scene import PendingCollective
 
 
 class SlowStore:
@@ -66,7 +66,7 @@ def test_a_wait_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Rank 0 has waited for longer than the timeout in the group that saves; rank 1 is slow, elsewhere, or frozen."""
     # Who answers does so every 0.02 s; only of one that never will is the end waited for.
     monkeypatch.setattr(watchdog, "ANSWER", 0.3 if others == "stopped" else 30.0)
-    monkeypatch.setattr(watchdog, "under_way", lambda: (Waiting("7", 3, "barrier", "", 60.0),))
+    monkeypatch.setattr(watchdog, "under_way", lambda: (PendingCollective("7", 3, "barrier", "", 60.0),))
     store, dogs = Store(), []
     for rank, doing in enumerate(["saving", others.removesuffix(" for long")]):
         world: Any = SimpleNamespace(

@@ -17,13 +17,13 @@ from shardwise.config.resolve import resolve_machine
 from shardwise.core.errors import UserError
 from shardwise.launch.trainer import Trainer
 from shardwise.train.describe import print_result
-from shardwise.train.early_stopping import Watch, better, figure_of
+from shardwise.train.early_stopping import EarlyStopping, better, figure_of
 from shardwise.train.state import Position
 
 
-def _watch(position: Position, root: Path, **train: Any) -> Watch:
+def _watch(position: Position, root: Path, **train: Any) -> EarlyStopping:
     run = tiny_run(root, data__eval="10%", train__eval_every=1, **train)
-    return Watch(load_run(run).run, position, root, ["a.b", "c"], ("accuracy",))
+    return EarlyStopping(load_run(run).run, position, root, ["a.b", "c"], ("accuracy",))
 
 
 def test_figures_of_a_record() -> None:

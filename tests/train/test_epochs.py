@@ -19,9 +19,9 @@ from support.tiny import saved_model, tiny_run, tokenizer_folder
 
 from shardwise.config.load import load_run
 from shardwise.data.epochs import Epochs
-from shardwise.foresight.prepare import prepare_job
+from shardwise.foresight.prepare import prepare_run
 from shardwise.observe.metrics import read_metrics
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 
 ROWS, BATCH = 9, 4  # batches of 4, 4 and 1: of four ranks three have no row in the last
 LOSS, NORM = 1e-5, 1e-4
@@ -266,9 +266,9 @@ def test_workers_that_train_apart(folder: Path) -> None:
 # --- where a run ends ----------------------------------------------------------------------------------------------
 
 
-def ending(steps: int, **train: Any) -> Job:
+def ending(steps: int, **train: Any) -> ResolvedRun:
     run = load_run({"model": "m", "data": {"train": "a"}, "train": {"steps": steps, "batch_size": 4, **train}}).run
-    return Job(run, {}, None, None, None, None, Path(), None, Epochs((9, 9)))  # type: ignore[arg-type]
+    return ResolvedRun(run, {}, None, None, None, None, Path(), None, Epochs((9, 9)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -282,13 +282,13 @@ def test_the_last_step(steps: int, done: int, sequences: int, end: int) -> None:
 
 def test_what_is_said(folder: Path) -> None:
     said: list[str] = []
-    prepare_job(load_run(the_run(folder, "said", train__steps=99)), said.append)
+    prepare_run(load_run(the_run(folder, "said", train__steps=99)), said.append)
     assert "train.epochs=2 ends at step 6, before train.steps=99" in said
     said.clear()
-    job = prepare_job(load_run(the_run(folder, "said", train__batch_size=12, train__micro_batch_size=2)), said.append)
+    job = prepare_run(load_run(the_run(folder, "said", train__batch_size=12, train__micro_batch_size=2)), said.append)
     assert job.run.train.steps == 2 and job.run.train.epochs == 2 and job.epochs == Epochs((9, 9))
     (line,) = [one for one in said if "fewer than" in one]
     assert line.endswith("→ for full steps: train.batch_size=9 train.micro_batch_size=1")
     said.clear()
-    prepare_job(load_run(the_run(folder, "said", train__batch_size=16, ranks=16)), said.append)
+    prepare_run(load_run(the_run(folder, "said", train__batch_size=16, ranks=16)), said.append)
     assert any(one.endswith("→ for full steps: 9 ranks or fewer") for one in said)

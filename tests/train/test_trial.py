@@ -13,7 +13,7 @@ from support.tiny import tokenizer_folder
 from shardwise.config.schema import Model, Parallel
 from shardwise.core.errors import UserError
 from shardwise.nn.models.source import ModelSource, find_model
-from shardwise.nn.tiny.case import Answer, judge
+from shardwise.nn.tiny.case import LossAndGradients, judge
 from shardwise.train.trial import check
 
 
@@ -50,12 +50,12 @@ def test_what_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_missing_gradient_is_wrong() -> None:
     one, two = torch.ones(3), torch.tensor([1.0, 1.0, 1.01])
-    assert judge(Answer(1.0, {"a": one}), Answer(1.0, {"a": one})).right
-    assert judge(Answer(1.0, {}), Answer(1.0, {"a": one})).module == "a"
-    verdict = judge(Answer(1.0, {"a": one, "b": two}), Answer(1.0, {"a": one, "b": one}))
+    assert judge(LossAndGradients(1.0, {"a": one}), LossAndGradients(1.0, {"a": one})).right
+    assert judge(LossAndGradients(1.0, {}), LossAndGradients(1.0, {"a": one})).module == "a"
+    verdict = judge(LossAndGradients(1.0, {"a": one, "b": two}), LossAndGradients(1.0, {"a": one, "b": one}))
     assert not verdict.right and verdict.module == "b"
-    assert not judge(Answer(float("nan"), {}), Answer(1.0, {})).right
-    assert not judge(Answer(1.0, {"a": one * float("nan")}), Answer(1.0, {"a": one})).right
+    assert not judge(LossAndGradients(float("nan"), {}), LossAndGradients(1.0, {})).right
+    assert not judge(LossAndGradients(1.0, {"a": one * float("nan")}), LossAndGradients(1.0, {"a": one})).right
 
 
 def test_the_trial_has_two_ranks_along_each_axis() -> None:

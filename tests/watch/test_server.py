@@ -17,7 +17,7 @@ from support.watched import make_run, write_lines
 from shardwise.cli import main as cli
 from shardwise.core.errors import UserError
 from shardwise.watch.app import Door, Pages
-from shardwise.watch.command import Options, address, beside, find_token, listen, watch
+from shardwise.watch.command import WatchOptions, address, beside, find_token, listen, watch
 from shardwise.watch.files import STATIC, page_file
 from shardwise.watch.finder import Finder
 
@@ -172,9 +172,9 @@ def test_beside_a_run(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="is no folder"):
-        watch(Options([tmp_path / "none"]))
+        watch(WatchOptions([tmp_path / "none"]))
     with pytest.raises(UserError, match="holds no run"):
-        watch(Options([tmp_path], html=tmp_path / "x.html"))
+        watch(WatchOptions([tmp_path], html=tmp_path / "x.html"))
     with pytest.raises(SystemExit) as left:
         cli.main(["watch", str(tmp_path), "--terminal", "--html", "x"])
     assert left.value.code == 2 and "does not go with --html" in capsys.readouterr().err

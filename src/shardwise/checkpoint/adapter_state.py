@@ -24,17 +24,17 @@ from shardwise.nn.adapters.peft import (
     peft_tensors,
     read_config,
 )
-from shardwise.nn.adapters.plan import Plan, plan_of
+from shardwise.nn.adapters.plan import AdapterPlan, plan_of
 from shardwise.nn.models.origin import FILES, RECORD
 from shardwise.nn.models.source import ModelSource, find_model
 
 if TYPE_CHECKING:
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 PREFIX = "model."
 
 
-def write_adapter_config(folder: Path, model: Any, job: Job) -> None:
+def write_adapter_config(folder: Path, model: Any, job: ResolvedRun) -> None:
     """In a checkpoint's model folder: what its tensors are, and of which base."""
     plan, source = job.adapted.plan, job.source
     if plan is None:
@@ -78,7 +78,7 @@ def read_tensor(checkpoint: Path, name: str, size: torch.Size, dtype: torch.dtyp
     return tensor
 
 
-def checkpoint_plan(checkpoint: Path) -> Plan | None:
+def checkpoint_plan(checkpoint: Path) -> AdapterPlan | None:
     """What the run of a checkpoint put onto its base; None without adapters."""
     if not holds_adapter(checkpoint):
         return None

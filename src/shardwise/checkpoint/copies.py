@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import host_copies
-from shardwise.checkpoint.exchange import Transfer, fetches, move, reserve, ring
+from shardwise.checkpoint.exchange import FileTransfer, fetches, move, reserve, ring
 from shardwise.checkpoint.folders import newest_step
-from shardwise.checkpoint.host_copies import GENERATIONS, Found, Life
+from shardwise.checkpoint.host_copies import GENERATIONS, FoundCopy, Life
 from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_manifest, write_manifest
 from shardwise.checkpoint.store import RUN, STATE, TRAINER, failure_words
 from shardwise.checkpoint.writing import Digests, Pending, StateWriter
@@ -51,7 +51,7 @@ class Votes(Protocol):
 
 
 @dataclass(frozen=True)
-class Copy:
+class MemoryCheckpoint:
     """A copy to go on from: this host's folder of it, and which hosts hold each file."""
 
     folder: Path
@@ -61,7 +61,7 @@ class Copy:
     digests: dict[str, str]
 
 
-class Copies:
+class MemoryCheckpoints:
     """The copies of one run, as one of its ranks sees them. All ranks call all methods, unless said otherwise."""
 
     def __init__(self, checkpoints: Path, group: dist.ProcessGroup, afresh: bool) -> None:
@@ -107,9 +107,9 @@ class Copies:
 
     # Going on from one.
 
-    def find(self, beyond: int) -> Copy | None:
+    def find(self, beyond: int) -> MemoryCheckpoint | None:
         """The newest whole copy of a later step than that, every file of it verified; None where there is none."""
-        everyone: list[list[Found]] = self._gather(
+        everyone: list[list[FoundCopy]] = self._gather(
             host_copies.list_copies(self.folder, self._life) if self._leads else []
         )
         held = {self._hosts[rank]: found for rank, found in enumerate(everyone) if found}
@@ -120,7 +120,7 @@ class Copies:
             held = _without(held, chosen.name, bad)
         return None
 
-    def _verify(self, held: dict[str, list[Found]], chosen: Found) -> set[tuple[str, str]]:
+    def _verify(self, held: dict[str, list[FoundCopy]], chosen: FoundCopy) -> set[tuple[str, str]]:
         """Of this host's files this rank's share: those that are not what was written, with the host."""
         mine = [one for one in held.get(self._host, []) if (one.name, one.seal) == (chosen.name, chosen.seal)]
         if not mine:
@@ -135,7 +135,7 @@ class Copies:
             (folder / name).unlink(missing_ok=True)
         return {(self._host, name) for name in bad}
 
-    def _prepare(self, held: dict[str, list[Found]], chosen: Found) -> Copy:
+    def _prepare(self, held: dict[str, list[FoundCopy]], chosen: FoundCopy) -> MemoryCheckpoint:
         """Gives every host the small files; those of tensors are fetched when it is known who reads which."""
         holders: dict[str, list[str]] = {}
         for host, found in held.items():
@@ -157,13 +157,13 @@ class Copies:
         files = read_manifest(folder)
         assert not isinstance(files, Damage)
         sizes, digests = ({name: entry[part] for name, entry in files.items()} for part in (0, 1))
-        return Copy(folder, chosen.step, holders, sizes, digests)  # type: ignore[arg-type]
+        return MemoryCheckpoint(folder, chosen.step, holders, sizes, digests)  # type: ignore[arg-type]
 
-    def reader(self, copy: Copy) -> SafeReader:
+    def reader(self, copy: MemoryCheckpoint) -> SafeReader:
         """Reads a copy's tensors, wherever they lie."""
-        return _Reader(copy, self)
+        return _CopyReader(copy, self)
 
-    def fetch(self, copy: Copy, wanted: set[str]) -> None:
+    def fetch(self, copy: MemoryCheckpoint, wanted: set[str]) -> None:
         """Brings what this host's ranks want to this host."""
         transfers = fetches(self._gather(wanted), self._hosts, copy.holders, copy.sizes)
         self._carry(copy.folder, transfers)
@@ -237,7 +237,7 @@ class Copies:
             box = [small | {INDEX: (partial / INDEX).read_bytes()} if self._rank == 0 else None]
             dist.broadcast_object_list(box, group=self._group, group_src=0)
             transfers = [
-                Transfer(rank, self._next[rank], name, size)
+                FileTransfer(rank, self._next[rank], name, size)
                 for rank, files in enumerate(everyone if self._next else [])
                 for name, (size, _) in files.items()
             ]
@@ -255,7 +255,7 @@ class Copies:
         except BaseException as failure:  # DCP's own exception derives from BaseException
             self._failure = failure
 
-    def _carry(self, folder: Path, transfers: list[Transfer]) -> None:
+    def _carry(self, folder: Path, transfers: list[FileTransfer]) -> None:
         """Moves files; if one rank lacks the memory for what it is to receive, no rank begins."""
         trouble = ""
         try:
@@ -338,15 +338,15 @@ class Copies:
         return f" ({said})" if said else ""
 
 
-class NoCopies:
+class NoMemoryCheckpoints:
     """Of a run that makes none."""
 
     busy = False
 
-    def find(self, beyond: int) -> Copy | None:
+    def find(self, beyond: int) -> MemoryCheckpoint | None:
         return None
 
-    def reader(self, copy: Copy) -> SafeReader:
+    def reader(self, copy: MemoryCheckpoint) -> SafeReader:
         raise AssertionError("there is none to read")
 
     def told(self, step: int) -> str:
@@ -371,10 +371,10 @@ class NoCopies:
     def close(self) -> None: ...
 
 
-class _Reader(SafeReader):
+class _CopyReader(SafeReader):
     """Reads from this host's folder, once the other hosts' files that this rank needs are there."""
 
-    def __init__(self, copy: Copy, copies: Copies) -> None:
+    def __init__(self, copy: MemoryCheckpoint, copies: MemoryCheckpoints) -> None:
         super().__init__(copy.folder / STATE)
         self._copy, self._copies = copy, copies
 
@@ -385,9 +385,9 @@ class _Reader(SafeReader):
         return super().read_data(plan, planner)
 
 
-def _newest(held: dict[str, list[Found]], beyond: int) -> Found | None:
+def _newest(held: dict[str, list[FoundCopy]], beyond: int) -> FoundCopy | None:
     """The newest copy of which every file is on some host."""
-    parts: dict[tuple[int, int, str], list[Found]] = {}
+    parts: dict[tuple[int, int, str], list[FoundCopy]] = {}
     for found in held.values():
         for one in found:
             if one.step > beyond:
@@ -400,7 +400,7 @@ def _newest(held: dict[str, list[Found]], beyond: int) -> Found | None:
     return None
 
 
-def _without(held: dict[str, list[Found]], name: str, bad: set[tuple[str, str]]) -> dict[str, list[Found]]:
+def _without(held: dict[str, list[FoundCopy]], name: str, bad: set[tuple[str, str]]) -> dict[str, list[FoundCopy]]:
     """What is held, less files that proved damaged."""
     return {
         host: [

@@ -18,7 +18,7 @@ PIECE = 32 << 20  # bytes under way at a time, per file
 
 
 @dataclass(frozen=True)
-class Transfer:
+class FileTransfer:
     """A file that one rank sends and another writes, under the same name in its own host's folder."""
 
     source: int
@@ -43,16 +43,16 @@ def ring(hosts: Sequence[str]) -> dict[int, int]:
 
 def fetches(
     wanted: Sequence[Iterable[str]], hosts: Sequence[str], holders: dict[str, list[str]], sizes: dict[str, int]
-) -> list[Transfer]:
+) -> list[FileTransfer]:
     """What must be moved for every host to have the files that its ranks want; the work is spread over ranks."""
     members = _members(hosts)
-    found: list[Transfer] = []
+    found: list[FileTransfer] = []
     for host, ranks in members.items():
         missing = {name for rank in ranks for name in wanted[rank] if host not in holders[name]}
         for name in sorted(missing):
             sources = members[holders[name][len(found) % len(holders[name])]]
             number = len(found)
-            found.append(Transfer(sources[number % len(sources)], ranks[number % len(ranks)], name, sizes[name]))
+            found.append(FileTransfer(sources[number % len(sources)], ranks[number % len(ranks)], name, sizes[name]))
     return found
 
 
@@ -64,7 +64,7 @@ def _members(hosts: Sequence[str]) -> dict[str, list[int]]:
     return members
 
 
-def reserve(folder: Path, transfers: Iterable[Transfer], rank: int) -> None:
+def reserve(folder: Path, transfers: Iterable[FileTransfer], rank: int) -> None:
     """Takes the memory for what this rank is to receive: a lack of it is an error here, and a crash when written to."""
     for one in transfers:
         if one.target == rank:
@@ -78,7 +78,7 @@ def reserve(folder: Path, transfers: Iterable[Transfer], rank: int) -> None:
                 os.close(handle)
 
 
-def move(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup) -> None:
+def move(folder: Path, transfers: Sequence[FileTransfer], group: dist.ProcessGroup) -> None:
     """Carries files out; every rank of the group calls it with the same list, after `reserve`."""
     rank = dist.get_rank(group)
     mine = [(tag, one) for tag, one in enumerate(transfers) if rank in (one.source, one.target) and one.size]

@@ -32,7 +32,7 @@ from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.nn.adapters.merge import Merger, find_base
 from shardwise.nn.adapters.peft import CONFIG, is_adapter
 from shardwise.nn.models.build import build_on_meta
-from shardwise.nn.models.names import Link, Part, link, natural_order
+from shardwise.nn.models.names import TensorNames, TensorPart, link, natural_order
 from shardwise.nn.models.origin import FILES, RECORD, Origin, counted, find_untouched, origin_of, read_origin
 from shardwise.nn.models.source import ModelSource, find_model, is_gguf, load_config, quiet
 from shardwise.nn.models.stored import INDEX, read_stored
@@ -149,7 +149,7 @@ def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ExportedTensor:
     """A tensor of the folder: its type there, and how to read it (in any type)."""
 
     name: str
@@ -163,7 +163,7 @@ class Entry:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def _write_folder(checkpoint: Path, folder: Path, entries: list[Entry], shard_size: int, explicit: str,
+def _write_folder(checkpoint: Path, folder: Path, entries: list[ExportedTensor], shard_size: int, explicit: str,
                   say: Callable[[str], None]) -> None:  # fmt: skip
     shutil.copytree(checkpoint / MODEL, folder, ignore=shutil.ignore_patterns(RECORD, FILES, CONFIG))
     for file in sorted((checkpoint / MODEL / FILES).glob("*")):
@@ -184,14 +184,14 @@ def _write_folder(checkpoint: Path, folder: Path, entries: list[Entry], shard_si
 
 def _entries(
     checkpoint: Path, dtype: str, plain: bool, allow_missing: bool, note: Callable[[str], None]
-) -> list[Entry]:
+) -> list[ExportedTensor]:
     """Every tensor of the folder: trained ones under the names of the source, then those that training left alone.
 
     `plain`: under the model's own names, and no others.
     """
     names, read, model = _trained(checkpoint)
     if plain:
-        return [Entry(name, shape, DTYPES[dtype] if kind.is_floating_point else kind, partial(read, name))
+        return [ExportedTensor(name, shape, DTYPES[dtype] if kind.is_floating_point else kind, partial(read, name))
                 for name, (shape, kind) in names.items()]  # fmt: skip
     origin = read_origin(checkpoint / MODEL) or _found_origin(checkpoint, model, note)
     types = origin.tensors if origin is not None else {}
@@ -205,7 +205,7 @@ def _entries(
         for name, tensor in linked.back(part, empty).items():
             kind = _kind(tensor.dtype, types.get(name), default, DTYPES.get(dtype))
             kind = torch.float32 if all(pattern_of(one) in wide for one in part.reads) else kind
-            result.append(Entry(name, tensor.shape, kind, partial(back, part, name)))
+            result.append(ExportedTensor(name, tensor.shape, kind, partial(back, part, name)))
     if left := names.keys() - {name for part in linked.parts for name in part.reads}:
         raise RunFailed(f"{checkpoint}: {counted(sorted(left), 'trained tensor')} have no place in the exported model")
     if linked.lost:
@@ -233,7 +233,7 @@ def _found_origin(checkpoint: Path, model: Any, note: Callable[[str], None]) -> 
 
 def _untouched(
     origin: Origin | None, checkpoint: Path, allow_missing: bool, note: Callable[[str], None]
-) -> list[Entry]:
+) -> list[ExportedTensor]:
     if origin is None or not origin.untouched:
         return []
     try:
@@ -245,17 +245,17 @@ def _untouched(
         note(f"left out: {what} of the source, since {origin.folder} is gone or changed")
         return []
     note(f"{counted(list(found), 'tensor')} of the source that training did not touch: copied as they are")
-    return [Entry(name, one.shape, one.dtype, partial(read_stored, name, one)) for name, one in found.items()]
+    return [ExportedTensor(name, one.shape, one.dtype, partial(read_stored, name, one)) for name, one in found.items()]
 
 
 class _Back:
     """Reads trained tensors under the names of files, converting what belongs together once."""
 
-    def __init__(self, linked: Link, read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, linked: TensorNames, read: Callable[[str], torch.Tensor]) -> None:
         self._linked, self._read = linked, read
-        self._held: tuple[Part | None, dict[str, torch.Tensor]] = (None, {})
+        self._held: tuple[TensorPart | None, dict[str, torch.Tensor]] = (None, {})
 
-    def __call__(self, part: Part, name: str) -> torch.Tensor:
+    def __call__(self, part: TensorPart, name: str) -> torch.Tensor:
         if not part.converts:
             return self._read(part.reads[0])
         if self._held[0] is not part:
@@ -295,9 +295,9 @@ def _replace(target: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _groups(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
+def _groups(entries: Sequence[ExportedTensor], limit: int) -> Iterator[list[ExportedTensor]]:
     """Tensors in files of at most `limit` bytes (a larger tensor gets a file of its own)."""
-    group: list[Entry] = []
+    group: list[ExportedTensor] = []
     size = 0
     for entry in entries:
         if group and size + entry.size > limit:
@@ -309,7 +309,7 @@ def _groups(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
         yield group
 
 
-def _write_group(group: list[Entry], file: Path) -> None:
+def _write_group(group: list[ExportedTensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     # One at a time: besides the group only one tensor in its saved type is held.
@@ -339,7 +339,7 @@ def _config_dtype(checkpoint: Path) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
-def _stamp_dtype(file: Path, entries: Sequence[Entry], explicit: str) -> None:
+def _stamp_dtype(file: Path, entries: Sequence[ExportedTensor], explicit: str) -> None:
     """Says in the config which type the weights have, where it does not: under the key that it uses."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:

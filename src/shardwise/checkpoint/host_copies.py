@@ -96,7 +96,7 @@ def write_life(checkpoints: Path, life: Life) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCopy:
     """A copy on this host: its step and start, a mark that all hosts' parts of it share, the files that are here."""
 
     name: str
@@ -116,7 +116,7 @@ def copy_name(step: int, start: int) -> str:
     return f"step-{step:08d}.{start}"
 
 
-def list_copies(folder: Path, life: Life) -> list[Found]:
+def list_copies(folder: Path, life: Life) -> list[FoundCopy]:
     """Copies of a run on this host that still count, oldest first; sizes are looked at, contents are not."""
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
@@ -128,7 +128,7 @@ def list_copies(folder: Path, life: Life) -> list[Found]:
         if life.counts(step, start):
             here = frozenset(n for n, (size, _) in files.items() if _size(path / n) == size)
             seal = (path / MANIFEST).read_text().partition("\n")[0]
-            found.append(Found(path.name, step, start, seal, here, frozenset(files)))
+            found.append(FoundCopy(path.name, step, start, seal, here, frozenset(files)))
     return sorted(found, key=lambda one: (one.step, one.start))
 
 

@@ -40,7 +40,7 @@ Digests = dict[str, tuple[int, str]]  # by a file's name: its size and hash
 
 
 @dataclass
-class _Plan:
+class _WritePlan:
     """What this rank writes; on the first rank also the index."""
 
     outline: list[tuple[Any, ...]]
@@ -64,7 +64,7 @@ class StateWriter:
         """`durable`: on return the bytes are on the disk. `background`: not all has to be done at once."""
         self._durable, self._background = durable, background
         self._ranks, self._group = _DistWrapper(group, True, 0), group
-        self._plan: _Plan | None = None
+        self._plan: _WritePlan | None = None
         self._files, self._staging = TensorFiles(), Staging()
         self._notes: list[str] = []
 
@@ -106,7 +106,7 @@ class StateWriter:
         notes, self._notes = self._notes, []
         return notes
 
-    def _make_plan(self, whole: dict[str, Any], outline: list[tuple[Any, ...]], resident: bool) -> _Plan:
+    def _make_plan(self, whole: dict[str, Any], outline: list[tuple[Any, ...]], resident: bool) -> _WritePlan:
         planner = DefaultSavePlanner()
         index: Metadata | None = None
 
@@ -120,7 +120,7 @@ class StateWriter:
             return divided
 
         items = planner.finish_plan(self._ranks.reduce_scatter("plan", mine, divide)).items
-        return _Plan(outline, items, self._background and resident and self._has_room(items), index)
+        return _WritePlan(outline, items, self._background and resident and self._has_room(items), index)
 
     def _has_room(self, items: list[WriteItem]) -> bool:
         """Whether copies of all that is to be written take no more than half of what each host has left."""
@@ -138,7 +138,7 @@ class StateWriter:
                 return False
         return True
 
-    def _write(self, plan: _Plan, folder: Path, data: Any) -> list[Digests]:
+    def _write(self, plan: _WritePlan, folder: Path, data: Any) -> list[Digests]:
         """This rank's file, and on the first rank the index; fails on all ranks if it does on one."""
         name = f"__{self._ranks.rank}_0.distcp"
 

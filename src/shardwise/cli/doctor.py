@@ -70,7 +70,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All that doctor found, by section, and how long it took."""
 
     sections: Mapping[str, Sequence[Finding]]
@@ -91,7 +91,7 @@ class Report:
 Check = Callable[[], Iterable[Finding]]
 
 
-def diagnose(checks: Sequence[tuple[str, Check]] | None = None) -> Report:
+def diagnose(checks: Sequence[tuple[str, Check]] | None = None) -> DoctorReport:
     """Looks at this machine with every check, and lets none of them stop the others."""
     start = time.perf_counter()
     found: dict[str, list[Finding]] = {}
@@ -104,10 +104,10 @@ def diagnose(checks: Sequence[tuple[str, Check]] | None = None) -> Report:
             what = f"{getattr(check, '__name__', 'check')} broke: {type(error).__name__}: {_first_line(str(error))}"
             remedy = f"this part of {name} was not looked at; mend the cause named here and run doctor again"
             findings.append(Finding("check", "warn", what, remedy))
-    return Report(found, time.perf_counter() - start)
+    return DoctorReport(found, time.perf_counter() - start)
 
 
-def render(report: Report) -> RenderableType:
+def render(report: DoctorReport) -> RenderableType:
     """The report for people: a table per section, remedies below what they mend, a summary at the end."""
     parts: list[RenderableType] = []
     for name, findings in report.sections.items():

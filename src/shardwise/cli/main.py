@@ -126,12 +126,12 @@ def watch(
 
     Reads what runs write; nothing of theirs is changed, and they need not be told.
     """
-    from shardwise.watch.command import Options
+    from shardwise.watch.command import WatchOptions
     from shardwise.watch.command import watch as show
 
     if terminal and html is not None:
         raise UserError("--terminal", None, "does not go with --html", "leave one of them out")
-    show(Options(folders or [Path()], host, port, token_env, terminal, html))
+    show(WatchOptions(folders or [Path()], host, port, token_env, terminal, html))
 
 
 @app.command(epilog=_examples(
@@ -256,10 +256,10 @@ def node(
     Hosts may be lost, cut off and come back: the others go on from the last checkpoint, with whoever is there. Hosts
     that share a token admit nobody else: `shardwise launch` makes one, by hand set it on all of them.
     """
-    from shardwise.launch.node import Asked, run_node
+    from shardwise.launch.node import NodeOptions, run_node
     from shardwise.launch.submission import parse_seconds
 
-    asked = Asked(
+    asked = NodeOptions(
         hosts, meet, ranks, restarts, parse_seconds("--grace", grace, 1), parse_seconds("--patience", patience, 3),
         None if last_call is None else parse_seconds("--last-call", last_call), parse_seconds("--wait", wait, 1),
         name, id_, listen, withdraw, token_file,
@@ -534,10 +534,10 @@ def serve(
     ] = False,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /v1/models."""
-    from shardwise.serve.command import Options
+    from shardwise.serve.command import ServeOptions
     from shardwise.serve.command import serve as run_server
 
-    run_server(Options(
+    run_server(ServeOptions(
         model, host, port, api_key_env, max_tokens, max_concurrent, queue, timeout, rate, name, open_, engine,
         log_prompts, changed_tokenizer,
     ))  # fmt: skip
@@ -574,10 +574,10 @@ def meet(
 
     It holds the global parameters and no data. Kill it and start it again as you like: it goes on.
     """
-    from shardwise.diloco.command import Options
+    from shardwise.diloco.command import SyncServerOptions
     from shardwise.diloco.command import meet as run_meeting
 
-    run_meeting(Options(
+    run_meeting(SyncServerOptions(
         host, port, state, method, outer, rate, momentum, weight, dtype, wait, least, token_env, open_,
     ))  # fmt: skip
 
@@ -705,9 +705,9 @@ def plan(
 
     gc.disable()  # a second of the imports
     try:
-        from shardwise.foresight.plan.command import Asked, run_plan
+        from shardwise.foresight.plan.command import PlanOptions, run_plan
 
-        asked = Asked(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
+        asked = PlanOptions(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
         raise typer.Exit(run_plan(asked, write, html, as_json))
     finally:
         gc.enable()

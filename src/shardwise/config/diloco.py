@@ -22,7 +22,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class Apart(Section):
+class DiLoCo(Section):
     """Where and how often a worker meets the others."""
 
     meet: str = Field(description="HOST:PORT of the meeting point, which `shardwise meet` runs")
@@ -38,7 +38,7 @@ class Apart(Section):
     )
 
     @model_validator(mode="after")
-    def _is_an_address(self) -> Apart:
+    def _is_an_address(self) -> DiLoCo:
         try:
             split_address(self.meet)
         except ValueError:
@@ -50,4 +50,4 @@ def _apart(value: Any) -> Any:
     return {"meet": value} if isinstance(value, str) else value
 
 
-ApartOrNot = Annotated[Apart | None, BeforeValidator(_apart, json_schema_input_type=str | Apart | None)]
+ApartOrNot = Annotated[DiLoCo | None, BeforeValidator(_apart, json_schema_input_type=str | DiLoCo | None)]

@@ -22,7 +22,7 @@ from shardwise.core.bounded_yaml import BoundedLoader
 from shardwise.core.errors import UserError
 
 if TYPE_CHECKING:
-    from shardwise.config.deepspeed import Entry
+    from shardwise.config.deepspeed import KeyAccount
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LoadedRun:
 
     run: Run
     origin: dict[str, str] = field(default_factory=dict)
-    account: tuple[Entry, ...] = ()
+    account: tuple[KeyAccount, ...] = ()
 
     def origin_of(self, path: str) -> str:
         """Where the value at a dotted path came from; `train: chat.jsonl` is short for a list of one source's path."""
@@ -77,7 +77,7 @@ def read_values(
     return values, origin, base
 
 
-def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[Entry, ...]:
+def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[KeyAccount, ...]:
     """Adds what the DeepSpeed config of the run decides; what the command line says stays."""
     parallel = values.get("parallel")
     name = parallel.get("deepspeed") if isinstance(parallel, dict) else None

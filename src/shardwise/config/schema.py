@@ -234,20 +234,20 @@ class Warmup(Section):
     warmup_type: Literal["log", "linear"] = Field(default="log", description="shape of the way up")
 
 
-class WarmupLR(Warmup):
+class WarmupLRSchedule(Warmup):
     """DeepSpeed's schedule of this name: from `warmup_min_lr` up to `learning_rate`, then constant."""
 
     type: Literal["WarmupLR"] = Field(description="which of DeepSpeed's schedules")
 
 
-class WarmupDecayLR(Warmup):
+class WarmupDecayLRSchedule(Warmup):
     """DeepSpeed's schedule of this name: as WarmupLR, then in a line down to the start's rate."""
 
     type: Literal["WarmupDecayLR"] = Field(description="which of DeepSpeed's schedules")
     total_num_steps: Count | None = Field(default=None, description="where the decay ends; default: with the run")
 
 
-class WarmupCosineLR(Section):
+class WarmupCosineLRSchedule(Section):
     """DeepSpeed's schedule of this name: shares of `learning_rate`, up and then down in a cosine."""
 
     type: Literal["WarmupCosineLR"] = Field(description="which of DeepSpeed's schedules")
@@ -258,7 +258,7 @@ class WarmupCosineLR(Section):
     warmup_type: Literal["log", "linear"] = Field(default="log", description="shape of the way up")
 
 
-class OneCycle(Section):
+class OneCycleSchedule(Section):
     """DeepSpeed's schedule of this name: up to `learning_rate` and back, then a decay; the momentum runs contrary."""
 
     type: Literal["OneCycle"] = Field(description="which of DeepSpeed's schedules")
@@ -275,7 +275,7 @@ class OneCycle(Section):
     decay_mom_rate: Number = Field(default=0.0, ge=0, description="growth of the first beta after the cycle")
 
 
-class LRRangeTest(Section):
+class LRRangeTestSchedule(Section):
     """DeepSpeed's schedule of this name: from `learning_rate` up without end, to find the rate that is too much."""
 
     type: Literal["LRRangeTest"] = Field(description="which of DeepSpeed's schedules")
@@ -284,7 +284,13 @@ class LRRangeTest(Section):
     lr_range_test_staircase: bool = Field(default=False, description="grow in stairs")
 
 
-DEEPSPEED_SCHEDULES = {k.__name__: k for k in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
+DEEPSPEED_SCHEDULES: dict[str, type[Section]] = {
+    "WarmupLR": WarmupLRSchedule,
+    "WarmupDecayLR": WarmupDecayLRSchedule,
+    "WarmupCosineLR": WarmupCosineLRSchedule,
+    "OneCycle": OneCycleSchedule,
+    "LRRangeTest": LRRangeTestSchedule,
+}
 
 
 def _schedule_kind(value: Any) -> str:
@@ -294,11 +300,11 @@ def _schedule_kind(value: Any) -> str:
 
 Schedule = Annotated[
     Annotated[Literal["cosine", "linear", "constant", "wsd"], Tag("named")]
-    | Annotated[WarmupLR, Tag("WarmupLR")]
-    | Annotated[WarmupDecayLR, Tag("WarmupDecayLR")]
-    | Annotated[WarmupCosineLR, Tag("WarmupCosineLR")]
-    | Annotated[OneCycle, Tag("OneCycle")]
-    | Annotated[LRRangeTest, Tag("LRRangeTest")],
+    | Annotated[WarmupLRSchedule, Tag("WarmupLR")]
+    | Annotated[WarmupDecayLRSchedule, Tag("WarmupDecayLR")]
+    | Annotated[WarmupCosineLRSchedule, Tag("WarmupCosineLR")]
+    | Annotated[OneCycleSchedule, Tag("OneCycle")]
+    | Annotated[LRRangeTestSchedule, Tag("LRRangeTest")],
     Discriminator(_schedule_kind),
 ]
 

@@ -24,7 +24,7 @@ _HOST: WeakSet[torch.UntypedStorage] = WeakSet()
 _acted: str | None = None  # no ContextVar: a compiled block asks too, and the compiler knows none
 
 
-def kind_of(where: torch.Tensor | torch.device) -> str:
+def effective_device(where: torch.Tensor | torch.device) -> str:
     """`cuda` or `cpu`: where a tensor lies, or what it stands for."""
     device = where.device if isinstance(where, torch.Tensor) else where
     return _acted or device.type

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.core.redact import HIDDEN, SECRET_SETTING, hide
+from shardwise.core.redact import HIDDEN, SECRET_SETTING, redact
 
 
 class UserError(Exception):
@@ -18,7 +18,7 @@ class UserError(Exception):
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
         shown = "" if value is None else f" = {_shown(field, value)}"
-        super().__init__(hide(f"{field}{shown}: {problem}\n  → {remedy}"))
+        super().__init__(redact(f"{field}{shown}: {problem}\n  → {remedy}"))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
         """Processes that work for us hand it on."""
@@ -69,7 +69,7 @@ class Interrupted(Exception):
 
 
 def _shown(field: str, value: object) -> str:
-    return HIDDEN if SECRET_SETTING.search(field) and isinstance(value, str) else _short(hide(repr(value)))
+    return HIDDEN if SECRET_SETTING.search(field) and isinstance(value, str) else _short(redact(repr(value)))
 
 
 def _short(text: str, limit: int = 120) -> str:
@@ -78,3 +78,10 @@ def _short(text: str, limit: int = 120) -> str:
     # Both ends are kept: a path ends with the file's name and line, which is what the reader needs.
     half = (limit - 1) // 2
     return f"{text[:half]}…{text[-half:]}"
+
+
+class WordedUserError(UserError):
+    """A user's mistake that a rank found: its message is complete."""
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)

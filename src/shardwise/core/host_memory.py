@@ -33,7 +33,7 @@ def host_memory(groups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     return left, whole
 
 
-class HostWatch:
+class HostMemoryWatch:
     """Looks at the host's memory; `short` is called with what to tell, then the rank ends."""
 
     def __init__(
@@ -47,7 +47,7 @@ class HostWatch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
 
-    def __enter__(self) -> HostWatch:
+    def __enter__(self) -> HostMemoryWatch:
         self._thread.start()
         return self
 

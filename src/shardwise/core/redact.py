@@ -17,7 +17,7 @@ HIDDEN = "(hidden)"
 SHORTEST = 8  # characters: shorter values stand in texts by chance
 
 
-def hide(text: str) -> str:
+def redact(text: str) -> str:
     """The text without what looks like a key, a name and password in an address, or stands in a secret variable."""
     text = SECRET_VALUE.sub(HIDDEN, text)
     for name, value in os.environ.items():

@@ -8,7 +8,7 @@ from types import FrameType
 LOOKS = 0.05  # seconds between two looks
 
 
-class Asked:
+class StopRequested:
     """A signal handler that remembers, and can be waited for.
 
     No threading.Event: a handler runs in the main thread, between any two of its instructions. One that sets the event

@@ -10,7 +10,7 @@ FIRST = 5.0  # seconds until the first word
 LONGEST = 300.0  # seconds between later ones, each time twice as many
 
 
-class Waiting:
+class WaitReporter:
     """Says when it is time to speak again: some seconds after the wait began or something changed, then less often."""
 
     def __init__(self) -> None:

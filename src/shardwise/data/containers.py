@@ -32,7 +32,7 @@ BLANK = " \t\r\n\x0b\x0c"
 Rows = Iterator[Raw | BadRow]
 
 
-class Part(Protocol):
+class ChunkPart(Protocol):
     """What a worker needs to read a chunk; `rows` is how many rows that gives, bad ones included."""
 
     @property
@@ -76,7 +76,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Refused:
+class BadLine:
     """A row that is known to be bad without being parsed."""
 
     where: str
@@ -88,13 +88,13 @@ class Refused:
         yield BadRow(self.where, first, self.problem, self.remedy)
 
 
-def too_long(where: str, what: str) -> Refused:
+def too_long(where: str, what: str) -> BadLine:
     """A row that is not even parsed."""
     problem = f"this {what} is longer than {MAX_ROW >> 20} MB, more than a row may have"
-    return Refused(where, problem, "divide it into several rows, or delete it")
+    return BadLine(where, problem, "divide it into several rows, or delete it")
 
 
-def cut_lines(stream: Input) -> Iterator[Lines | Refused]:
+def cut_lines(stream: Input) -> Iterator[Lines | BadLine]:
     """Chunks of a file of lines."""
     path, keep = str(stream.path), is_compressed(stream.path)
     held, offset, block = b"", 0, stream.read(READ)

@@ -24,7 +24,7 @@ from shardwise.data.store import OPEN, TokenStore, mapped
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaughtBatch(MicroBatch):
+class DistillationBatch(MicroBatch):
     """`places`: the positions, rows laid end to end, that predict a learned token.
 
     For each the teacher's likeliest tokens (places, k) and log-probabilities (places, k + 1), if it was asked before.
@@ -35,7 +35,7 @@ class TaughtBatch(MicroBatch):
     log_probs: torch.Tensor | None = None
 
 
-class Answers:
+class TeacherAnswers:
     """What a teacher has answered, by store and chunk; see [Note: answers]."""
 
     def __init__(self, root: Path, k: int) -> None:
@@ -59,14 +59,14 @@ class Answers:
         return lines[starts[index] : starts[index + 1]]
 
 
-class TaughtLayout(CausalLayout):
+class DistillationLayout(CausalLayout):
     """Causal rows, with what a teacher has answered if there is such."""
 
-    def __init__(self, pad_id: int, answers: Answers | None = None) -> None:
+    def __init__(self, pad_id: int, answers: TeacherAnswers | None = None) -> None:
         super().__init__(pad_id)
         self._answers = answers
 
-    def collate(self, reader: Any, sequences: Sequence[np.ndarray], epoch: int) -> TaughtBatch:
+    def collate(self, reader: Any, sequences: Sequence[np.ndarray], epoch: int) -> DistillationBatch:
         """As for causal rows; `reader` is a loader, whose sources say which store a document is of."""
         rows = super().collate(reader, sequences, epoch)
         known: dict[str, Any] = {f.name: getattr(rows, f.name) for f in fields(rows)}
@@ -77,4 +77,4 @@ class TaughtLayout(CausalLayout):
             k = self._answers.k
             known["likeliest"] = torch.from_numpy(lines[:, :k].astype(np.int64))
             known["log_probs"] = torch.from_numpy(np.ascontiguousarray(lines[:, k:]).view(np.float32))
-        return TaughtBatch(**known)
+        return DistillationBatch(**known)

@@ -112,7 +112,7 @@ class Encoder:
         self._inner = inner
         self._known: dict[str, Piece] = {}
         self._count = 0
-        self._words = next((c for c in map(partial(_Cut, inner), PATTERNS) if c.fits(inner)), None)
+        self._words = next((c for c in map(partial(_AsciiSplitter, inner), PATTERNS) if c.fits(inner)), None)
 
     @property
     def by_words(self) -> bool:
@@ -162,7 +162,7 @@ class Encoder:
         return self._known
 
 
-class _Cut:
+class _AsciiSplitter:
     """Cuts ASCII text into special tokens and words."""
 
     def __init__(self, inner: Any, pattern: str) -> None:

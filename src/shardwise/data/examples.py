@@ -80,7 +80,7 @@ class BadRow(Exception):
 
 
 @dataclass
-class Fates:
+class RowOutcomes:
     """What became of rows that did not go in as they are: for each fate, the rows by place (file and line)."""
 
     rows: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # fate → (where, reason)

@@ -20,7 +20,7 @@ from shardwise.config.schema import Source
 from shardwise.core.errors import UserError
 from shardwise.core.printable import counted
 from shardwise.data import tables
-from shardwise.data.containers import CHUNK_ROWS, Part, Rows, cut_lines, cut_records, cut_texts
+from shardwise.data.containers import CHUNK_ROWS, ChunkPart, Rows, cut_lines, cut_records, cut_texts
 from shardwise.data.jsonfile import cut_json, json_layout
 from shardwise.data.streams import Input, broken, plain_suffix
 
@@ -57,7 +57,7 @@ class ChunkTask:
     index: int
     first_row: int
     field: str
-    part: Part
+    part: ChunkPart
 
     @property
     def rows(self) -> int:
@@ -270,7 +270,7 @@ def _one_sort(files: list[Path], source: Source, field: str) -> None:
 # Chunks
 
 
-def _parts(source: Source, field: str) -> Iterator[Part]:
+def _parts(source: Source, field: str) -> Iterator[ChunkPart]:
     if _is_hub(source):
         yield from tables.cut_hub(source, field)
         return
@@ -283,7 +283,7 @@ def _by_kind(source: Source, field: str) -> Iterator[tuple[str, list[Path]]]:
         yield kind, list(files)
 
 
-def _cut(kind: str, files: list[Path], source: Source, field: str) -> Iterator[Part]:
+def _cut(kind: str, files: list[Path], source: Source, field: str) -> Iterator[ChunkPart]:
     if kind == "text":
         yield from cut_texts(files)
         return

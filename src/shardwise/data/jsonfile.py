@@ -23,7 +23,7 @@ from shardwise.data.containers import (
     CHUNK_ROWS,
     MAX_ROW,
     READ,
-    Part,
+    ChunkPart,
     Rows,
     cut_lines,
     json_row,
@@ -199,7 +199,7 @@ def list_values(scanner: JsonScanner) -> Iterator[tuple[int, bytes]]:
             return
 
 
-def cut_json(file: Path, source: Source, field: str) -> Iterator[Part]:
+def cut_json(file: Path, source: Source, field: str) -> Iterator[ChunkPart]:
     layout, _ = json_layout(file, source, field)
     if layout in ("columns", "row"):
         yield from _whole_json(file, layout, field)
@@ -316,7 +316,7 @@ def _object_layout(
     return "row", "the object is taken as one row"
 
 
-def _whole_json(file: Path, layout: str, field: str) -> Iterator[Part]:
+def _whole_json(file: Path, layout: str, field: str) -> Iterator[ChunkPart]:
     with Input(file, field) as stream:
         text = stream.read(MAX_COLUMNS + 1)
     if len(text) > MAX_COLUMNS:

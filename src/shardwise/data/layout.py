@@ -39,7 +39,7 @@ class Reader(Protocol):
     def marked(self, source: int, chunk: int, index: int) -> np.ndarray: ...
 
 
-class Layout(Protocol):
+class BatchLayout(Protocol):
     """Makes micro-batches of sequences (each an array of DOCUMENT), and says what a document counts for.
 
     `epoch` is for layouts that draw at random; `counted`: whether `units` is exact, or known from the batch alone.

@@ -22,7 +22,7 @@ from shardwise.core.errors import UserError
 from shardwise.core.labels import IGNORE as IGNORE
 from shardwise.data.documents import Documents
 from shardwise.data.epochs import Epochs, micro_batches
-from shardwise.data.layout import Layout
+from shardwise.data.layout import BatchLayout
 from shardwise.data.mixing import Mixture, SourceStream, sequence_order
 from shardwise.data.packing import DOCUMENT, Packed, pack
 
@@ -90,7 +90,7 @@ def make_loader(
     sources: Sequence[SourceStream],
     data: Data,
     seed: int,
-    layout: Layout,
+    layout: BatchLayout,
     temperature: float,
     epochs: Epochs | None = None,
 ) -> Loader:
@@ -112,7 +112,7 @@ class Loader:
         packing: bool,
         window: int,
         seed: int,
-        layout: Layout,
+        layout: BatchLayout,
         temperature: float = 1.0,
         epochs: Epochs | None = None,
     ) -> None:

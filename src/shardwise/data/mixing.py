@@ -45,7 +45,7 @@ class SourceStream:
     epochs: float | None = None
 
 
-class Stopped(Exception):
+class LoaderClosed(Exception):
     """The loader was closed while it waited for a chunk."""
 
 
@@ -112,7 +112,7 @@ class Passes:
             return False
         while (there := self._store.ready(self._chunks)) is None:
             if self._stop.wait(POLL):
-                raise Stopped
+                raise LoaderClosed
         if there:
             self.known += len(self._store.table(self._chunks))
             self._chunks += 1

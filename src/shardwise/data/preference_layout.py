@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from shardwise.config.objectives import Purpose
-from shardwise.data.layout import CausalLayout, Layout, Reader
+from shardwise.data.layout import BatchLayout, CausalLayout, Reader
 from shardwise.data.loader import MicroBatch
 from shardwise.data.packing import DOCUMENT
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedBatch(MicroBatch):
+class PreferenceBatch(MicroBatch):
     """Conversations and, for every position, the number of the one it is in; padding has the number `count`.
 
     Of pairs 2i is chosen and 2i + 1 rejected. `wanted`: of single answers, 1 or 0. `answer_sources`: the source of
@@ -50,7 +50,7 @@ class _Conversations:
         return self.flat[index]
 
 
-class _JudgedLayout:
+class _AnswersLayout:
     """What pairs and single answers have in common."""
 
     counted = True
@@ -67,7 +67,7 @@ class _JudgedLayout:
         """The conversations of a document."""
         raise NotImplementedError
 
-    def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> JudgedBatch:
+    def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> PreferenceBatch:
         """Lays the conversations of each sequence out in one row if packed, else each in its own."""
         rows: list[list[tuple[np.ndarray, int]]] = []
         heads: list[int] = []
@@ -86,7 +86,7 @@ class _JudgedLayout:
         number = np.full(laid_out.input_ids.shape, count, dtype=np.int64)
         for line, places in zip(number, inner.sequences, strict=True):
             line[: int(places["length"].sum())] = np.repeat(places["index"], places["length"])
-        return JudgedBatch(
+        return PreferenceBatch(
             **{f.name: getattr(laid_out, f.name) for f in fields(laid_out)},
             conversations=torch.from_numpy(number),
             count=count,
@@ -95,7 +95,7 @@ class _JudgedLayout:
         )
 
 
-class PreferenceLayout(_JudgedLayout):
+class PreferenceLayout(_AnswersLayout):
     """Pairs of a chosen and a rejected conversation."""
 
     def parts(self, marked: np.ndarray) -> list[np.ndarray]:
@@ -104,7 +104,7 @@ class PreferenceLayout(_JudgedLayout):
         return [marked[1:first], marked[first:]]
 
 
-class KtoLayout(_JudgedLayout):
+class KtoLayout(_AnswersLayout):
     """Conversations whose answers are wanted or not."""
 
     def parts(self, marked: np.ndarray) -> list[np.ndarray]:
@@ -112,4 +112,4 @@ class KtoLayout(_JudgedLayout):
         return [marked[1:]]
 
 
-LAYOUTS: dict[Purpose, Callable[[int], Layout]] = {"preference": PreferenceLayout, "kto": KtoLayout}
+LAYOUTS: dict[Purpose, Callable[[int], BatchLayout]] = {"preference": PreferenceLayout, "kto": KtoLayout}

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.data.loader import Loader, StepBatch
-from shardwise.data.mixing import Stopped
+from shardwise.data.mixing import LoaderClosed
 
 
-class Ahead:
+class Prefetcher:
     """Steps of a loader from any position on, the next one made ready in the background until `end`."""
 
     def __init__(self, loader: Loader, batch_size: int, micro: int, rank: int, ranks: int, end: int) -> None:
@@ -46,12 +46,12 @@ class Ahead:
     def _make(self, position: int) -> None:
         try:
             self._made = self._step(position)
-        except Stopped:
+        except LoaderClosed:
             pass
         except BaseException as error:  # raised where the batch is asked for
             self._made = error
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -41,7 +41,7 @@ BATCH = 256  # examples that are rendered in one call
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RenderPlan:
     """A text and the places in it to learn; `plain` ones get BOS and EOS, the latter learned if `ends`."""
 
     text: str
@@ -130,11 +130,11 @@ class Renderer:
 
     # --- text and places -------------------------------------------------------------------------------------------
 
-    def _plans(self, examples: Sequence[Example]) -> list[_Plan | BadRow | None]:
+    def _plans(self, examples: Sequence[Example]) -> list[_RenderPlan | BadRow | None]:
         """None for examples that are tokens already."""
         chats = [e for e in examples if e.kind == "chat" and not e.tools]
         whole = dict(zip(map(id, chats), self.template.render_many([e.messages for e in chats]), strict=True))
-        plans: list[_Plan | BadRow | None] = []
+        plans: list[_RenderPlan | BadRow | None] = []
         for example in examples:
             try:
                 plans.append(self._plan(example, whole.get(id(example))))
@@ -145,25 +145,25 @@ class Renderer:
                 raise UserError("model.tokenizer", example.where, fault.problem, fault.remedy) from None
         return plans
 
-    def _plan(self, example: Example, rendered: str | RowFault | None) -> _Plan | None:
+    def _plan(self, example: Example, rendered: str | RowFault | None) -> _RenderPlan | None:
         match example.kind:
             case "chat":
                 return self._chat(example, rendered)
             case "text":  # an empty text teaches nothing, not even to end at once
                 text = example.text
-                return _Plan(text, [(0, len(text))] if text else [], plain=True, ends=bool(text))
+                return _RenderPlan(text, [(0, len(text))] if text else [], plain=True, ends=bool(text))
             case "segments":
                 return _segments(example.segments)
             case "pair":
                 text, begin = example.prompt + example.text, 0 if self.loss_on == "all" else len(example.prompt)
                 empty = () if example.text.strip() else (EMPTY_ANSWER,)
-                return _Plan(text, [(begin, len(text))], plain=True, ends=True, remarks=empty)
+                return _RenderPlan(text, [(begin, len(text))], plain=True, ends=True, remarks=empty)
             case "tokens":
                 return None
         problem = f"{example.kind} rows cannot be learned as they stand"
         raise UserError(self.field, example.where, problem, "use rows with messages, text or a prompt and its answer")
 
-    def _chat(self, example: Example, rendered: str | RowFault | None) -> _Plan:
+    def _chat(self, example: Example, rendered: str | RowFault | None) -> _RenderPlan:
         self.template.check_spelling(example.messages, example.tools)
         if isinstance(rendered, RowFault):
             raise rendered
@@ -175,7 +175,7 @@ class Renderer:
         if self.loss_on == "all":
             left_out = tuple(i for i, w in enumerate(weights) if w == 0)
             spans = self.template.mask(text, messages, left_out, tools).spans if left_out else []
-            return _Plan(text, _rest(spans, len(text)), remarks=remarks)
+            return _RenderPlan(text, _rest(spans, len(text)), remarks=remarks)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers and 1 not in weights:
             problem = "the conversation has no assistant message, so nothing would be learned"
@@ -187,16 +187,16 @@ class Renderer:
         if any(thought not in text for i in wanted for thought in _thoughts(messages[i], unwritten)):
             remarks = (*remarks, THOUGHTS_DROPPED)
         if not wanted:
-            return _Plan(text, [], remarks=remarks)
+            return _RenderPlan(text, [], remarks=remarks)
         mask = self.template.mask(text, messages, wanted, tools)
-        return _Plan(mask.text, mask.spans, remarks=(*remarks, *mask.notes))
+        return _RenderPlan(mask.text, mask.spans, remarks=(*remarks, *mask.notes))
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
     def _documents(
-        self, examples: Sequence[Example], plans: list[_Plan | BadRow | None]
+        self, examples: Sequence[Example], plans: list[_RenderPlan | BadRow | None]
     ) -> Iterator[Document | BadRow]:
-        encodings = self.encoder.encode([p.text for p in plans if isinstance(p, _Plan)])
+        encodings = self.encoder.encode([p.text for p in plans if isinstance(p, _RenderPlan)])
         for example, plan in zip(examples, plans, strict=True):
             if plan is None:
                 yield self._tokens(example)
@@ -205,7 +205,7 @@ class Renderer:
             else:
                 yield self._document(example, plan, next(encodings))
 
-    def _document(self, example: Example, plan: _Plan, encoded: Encoded | Joined) -> Document | BadRow:
+    def _document(self, example: Example, plan: _RenderPlan, encoded: Encoded | Joined) -> Document | BadRow:
         ids, remarks = encoded.ids, plan.remarks
         learned = np.zeros(len(ids), dtype=bool)
         for begin, end in plan.spans:  # tokens that begin within them
@@ -248,7 +248,7 @@ class Renderer:
         return Document(example.where, example.number, tokens, learned)
 
 
-def _segments(segments: Sequence[tuple[str, bool]]) -> _Plan:
+def _segments(segments: Sequence[tuple[str, bool]]) -> _RenderPlan:
     """Segments joined as they stand; learned ones that touch are one place."""
     spans: list[Span] = []
     at = 0
@@ -257,7 +257,9 @@ def _segments(segments: Sequence[tuple[str, bool]]) -> _Plan:
             spans = [*spans[:-1], (spans[-1][0], at + len(text))] if spans and spans[-1][1] == at else [
                 *spans, (at, at + len(text))]  # fmt: skip
         at += len(text)
-    return _Plan("".join(text for text, _ in segments), spans, plain=True, ends=bool(segments) and segments[-1][1])
+    return _RenderPlan(
+        "".join(text for text, _ in segments), spans, plain=True, ends=bool(segments) and segments[-1][1]
+    )
 
 
 def _silent(message: Message, unwritten: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.config.objectives import Purpose
 from shardwise.core.errors import UserError
-from shardwise.data.examples import BadRow, Document, Example, Fates
+from shardwise.data.examples import BadRow, Document, Example, RowOutcomes
 from shardwise.data.labels import class_of
 from shardwise.data.word_hashes import text_of
 
@@ -162,7 +162,7 @@ def note_of(document: Document, purpose: Purpose, labels: Sequence[str]) -> tupl
 
 
 def fit_row(
-    document: Document, spec: Spec, special: np.ndarray, fates: Fates, refused: list[Document]
+    document: Document, spec: Spec, special: np.ndarray, fates: RowOutcomes, refused: list[Document]
 ) -> list[Document]:
     """The document as it fits, as data.over_length says ([Note: lengths])."""
     limit = spec.data.sequence_length

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.core.labels import IGNORE
-from shardwise.data.layout import Layout, Reader
+from shardwise.data.layout import BatchLayout, Reader
 from shardwise.data.masking import Masker
 from shardwise.data.store import LEARNED
 
@@ -96,7 +96,7 @@ class _RowLayout:
         return RowBatch(padded(ids, self.pad_id), real, labels, sources, reader.source_count)
 
 
-def row_layout(objective: Any, tokenizer: Any, pad_id: int, seed: int, vocabulary: int) -> Layout:
+def row_layout(objective: Any, tokenizer: Any, pad_id: int, seed: int, vocabulary: int) -> BatchLayout:
     """The layout of an objective whose rows are read one at a time."""
     match objective.type:
         case "seq2seq":

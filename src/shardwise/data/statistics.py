@@ -82,7 +82,7 @@ def remedy_of(fate: str, longest: int) -> str:
 
 
 @dataclass(frozen=True)
-class SourceBill:
+class SourceStatistics:
     """What became of one source.
 
     `lengths` counts rows by their tokens before `data.over_length` is applied; `passes` is how often each row comes up
@@ -113,7 +113,7 @@ class SourceBill:
     fates_file: str | None = None
 
     @classmethod
-    def from_facts(cls, source: Source, name: str, facts: dict[str, Any], **known: Any) -> SourceBill:
+    def from_facts(cls, source: Source, name: str, facts: dict[str, Any], **known: Any) -> SourceStatistics:
         """From the facts of a token store (done.json); `known`: held_out, passes, share, cached, fates_file."""
         names = ("rows", "documents", "tokens", "supervised", "fates", "remarks", "lengths", "longest")
         keys = ("format", "reason", "columns", *names)
@@ -173,7 +173,7 @@ class SourceBill:
 
 
 @dataclass(frozen=True)
-class PackingBill:
+class PackingStatistics:
     """How an epoch's documents lie in sequences."""
 
     on: bool
@@ -205,7 +205,7 @@ class PackingBill:
 
 
 @dataclass(frozen=True)
-class StepsBill:
+class StepStatistics:
     """What the run makes of an epoch's sequences: steps of a batch each, over so many epochs."""
 
     steps: int
@@ -219,25 +219,25 @@ class StepsBill:
 
 
 @dataclass(frozen=True)
-class Bill:
+class DataStatistics:
     """The data of a run: its training sources, its evaluation sources if it has any of its own, and their packing."""
 
-    train: list[SourceBill]
-    eval: list[SourceBill]
-    packing: PackingBill
+    train: list[SourceStatistics]
+    eval: list[SourceStatistics]
+    packing: PackingStatistics
     tokenizer: str
     template: str | None  # fingerprint of tokenizer and chat template
     loss_on: str
     over_length: str | None
     purpose: Purpose = "causal"
-    steps: StepsBill | None = None
+    steps: StepStatistics | None = None
 
     @property
     def sequence_length(self) -> int:
         return self.packing.sequence_length
 
     @property
-    def sources(self) -> list[SourceBill]:
+    def sources(self) -> list[SourceStatistics]:
         return [*self.train, *self.eval]
 
     def to_json(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from shardwise.data.streams import seekable
 
 
 @dataclass(frozen=True)
-class Batch:
+class ArrowBatch:
     """Rows of a table as an Arrow stream; `row` is the first one's place in its file, from 1."""
 
     name: str
@@ -93,7 +93,7 @@ def arrow_library(field: str, path: str) -> Any:
     return pyarrow
 
 
-def cut_table(path: Path, kind: str, field: str) -> Iterator[Batch]:
+def cut_table(path: Path, kind: str, field: str) -> Iterator[ArrowBatch]:
     """Chunks of a Parquet or Arrow file."""
     pa = arrow_library(field, str(path))
     row = 1
@@ -165,11 +165,11 @@ def _pieces(batch: Any) -> Iterator[Any]:
                 pending += [piece.slice(half), piece.slice(0, half)]
 
 
-def _batch(pa: Any, name: str, row: int, piece: Any) -> Batch:
+def _batch(pa: Any, name: str, row: int, piece: Any) -> ArrowBatch:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, piece.schema) as writer:
         writer.write(piece)
-    return Batch(name, row, len(piece), sink.getvalue().to_pybytes())
+    return ArrowBatch(name, row, len(piece), sink.getvalue().to_pybytes())
 
 
 # Saved datasets
@@ -263,7 +263,7 @@ def _unloaded(error: Exception, source: Source, field: str) -> UserError:
     return UserError(field, source.path, f"the dataset does not load ({text})", "see its page on the hub")
 
 
-def cut_hub(source: Source, field: str) -> Iterator[Batch | Plain]:
+def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
     """Chunks of a dataset of the hub; of a streamed one as it arrives."""
     loaded, name, row = load_hub(source, field), hub_label(source), 1
     if not source.streaming:

@@ -32,7 +32,7 @@ from typing import Any
 from shardwise.data.examples import Message
 from shardwise.data.generation_tags import Tags, held_against
 from shardwise.data.row_warnings import END_ONCE
-from shardwise.data.template_probe import TOOL, Manner, look_at
+from shardwise.data.template_probe import TOOL, TemplateStyle, look_at
 from shardwise.data.turn_ends import Around, End, Markers, any_of
 from shardwise.data.turns import THOUGHTS, Mask, RowFault, Span, TemplateFault, Turns, stamps
 
@@ -47,7 +47,7 @@ REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageForm:
     """How messages are handed to the template; see [Note: forms]."""
 
     parts: bool = False
@@ -73,8 +73,8 @@ class Form:
         return call | {"function": inner | {"arguments": text}}
 
 
-PLAIN = Form()
-CALLS = [PLAIN, Form(empty=None), Form(json=True), Form(json=True, empty=None)]
+PLAIN = MessageForm()
+CALLS = [PLAIN, MessageForm(empty=None), MessageForm(json=True), MessageForm(json=True, empty=None)]
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class ChatTemplate:
         self.ends = _KnownEnds()
         self.tags = Tags(tokenizer)
         self.form, self._looked = PLAIN, False
-        self._calls_form: Form | None = None
-        self._known: Manner | None = None
+        self._calls_form: MessageForm | None = None
+        self._known: TemplateStyle | None = None
         self._spelled: re.Pattern[str] | None = None
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], _Shape | None] = {}
 
-    def forms(self) -> tuple[Form, ...]:
+    def forms(self) -> tuple[MessageForm, ...]:
         """The forms to try for contents; see [Note: forms]."""
-        return PLAIN, Form(parts=True)
+        return PLAIN, MessageForm(parts=True)
 
     # --- rendering ---------------------------------------------------------------------------------------------------
 
@@ -199,12 +199,12 @@ class ChatTemplate:
             form = self._form_of_calls()
         return list(messages) if form is PLAIN else [form(m) for m in messages]
 
-    def _form_of_calls(self) -> Form:
+    def _form_of_calls(self) -> MessageForm:
         if self._calls_form is None:
             self._calls_form = next((form for form in CALLS if self._takes(form)), PLAIN)
         return self._calls_form
 
-    def _takes(self, form: Form) -> bool:
+    def _takes(self, form: MessageForm) -> bool:
         """Whether a message with a tool call in this form is written as one turn and as JSON."""
         (key,) = stamps("", 1)
         call: dict[str, Any] = {
@@ -305,7 +305,7 @@ class ChatTemplate:
         others = [place for i, place in turns.ends.items() if messages[i]["role"] != "assistant"]
         return held_against(found, [turns.words[i] for i in wanted], tagged, others)
 
-    def manner(self) -> Manner:
+    def manner(self) -> TemplateStyle:
         """How this template treats a plain answer, looked at once."""
         if self._known is None:
             self._known = look_at(self)

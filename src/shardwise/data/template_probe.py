@@ -22,7 +22,7 @@ TOOL = {"type": "function", "function": {"name": "find", "description": "Finds."
 
 
 @dataclass(frozen=True)
-class Manner:
+class TemplateStyle:
     """How a template treats a plain answer.
 
     header   what it writes before an answer although it has no generation prompt
@@ -58,7 +58,7 @@ class Manner:
         return bool(mark) and mark not in others
 
 
-def look_at(template: ChatTemplate) -> Manner:
+def look_at(template: ChatTemplate) -> TemplateStyle:
     """Raises TemplateFault where a plain answer could not be told apart or would not end."""
     lost = False
     for form in template.forms():
@@ -75,10 +75,10 @@ def look_at(template: ChatTemplate) -> Manner:
     template.form = template.forms()[0]
     if lost:
         raise changes_text()
-    return Manner()  # a template with wishes of its own; each row is searched without this knowledge
+    return TemplateStyle()  # a template with wishes of its own; each row is searched without this knowledge
 
 
-def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> Manner | None:
+def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> TemplateStyle | None:
     """The manner seen behind these messages; None if an answer is not written as it is given."""
     look = _Look(template, lead, tools)
     text = look.render(look.turns)
@@ -102,7 +102,7 @@ def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> 
     written = [w for t in (text, look.tried(look.longer)) if (w := _between(t, look.question, look.answer)) is not None]
     first = written[0] if written else ""  # nothing where the question is dropped once it is answered
     header = first.removeprefix(prompt) if not asks and first.startswith(prompt) else ""
-    return Manner(
+    return TemplateStyle(
         header=header if header.strip() else "",
         added=ready[len(asked) :] if ready.startswith(asked) else "",
         forced=tuple(sorted({prompt[len(w) :] for w in written if prompt.startswith(w)} - {""})),
@@ -152,7 +152,7 @@ class _Look:
             return not gap.startswith(prompt)
         markers = self.template.markers
         ends = takewhile(lambda mark: mark not in opening.markers, markers.inside(last))
-        return Manner(opening=opening, known=frozenset(ends)).names_assistant(markers, prompt)
+        return TemplateStyle(opening=opening, known=frozenset(ends)).names_assistant(markers, prompt)
 
     def _again(self, role: str) -> Message:
         return {"role": role, "content": self.second}

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from shardwise.config.objectives import Purpose
 from shardwise.config.schema import Data, Source
 from shardwise.core.errors import UserError
-from shardwise.data.examples import BadRow, Document, Example, Fates, Raw
+from shardwise.data.examples import BadRow, Document, Example, Raw, RowOutcomes
 from shardwise.data.files import ChunkTask, chunk_tasks, read_chunk, source_files, source_notes
 from shardwise.data.formats import SAMPLE, TURNS, Detected, detect, understand
 from shardwise.data.preference import JUDGED, check_format, truncated
@@ -123,7 +123,7 @@ class RowReader:
         self.spec, self.detected = spec, detected
         self.rules = RowRules(spec.data.refine, passages)
 
-    def examples(self, task: ChunkTask, removed: dict[int, Removal], fates: Fates) -> tuple[list[Example], int]:
+    def examples(self, task: ChunkTask, removed: dict[int, Removal], fates: RowOutcomes) -> tuple[list[Example], int]:
         """The examples that stay, and how many rows there were."""
         understood: list[tuple[Raw, Example]] = []
         rows = 0
@@ -148,7 +148,7 @@ class RowReader:
                 fates.add(verdict.fate, raw.where, verdict.reason)
         return kept, rows
 
-    def bad(self, bad: BadRow, fates: Fates) -> None:
+    def bad(self, bad: BadRow, fates: RowOutcomes) -> None:
         """Notes a row that cannot be used, or ends it all."""
         if self.spec.data.on_bad_row == "error":
             raise refusal(bad, self.spec) from None
@@ -156,7 +156,7 @@ class RowReader:
 
     def keys(self, task: ChunkTask) -> RowKeys:
         """What is compared of a chunk's rows to find repeats."""
-        return row_keys(self.examples(task, {}, Fates())[0], self.spec.data.refine)
+        return row_keys(self.examples(task, {}, RowOutcomes())[0], self.spec.data.refine)
 
 
 def refusal(bad: BadRow, spec: Spec) -> UserError:
@@ -180,7 +180,7 @@ class ChunkMaker:
         task, removed = work
         if has_chunk(self.folder / "train", task.index):
             return read_summary(self.folder, task.index)[0]
-        summary, fates = Summary(), Fates()
+        summary, fates = Summary(), RowOutcomes()
         examples, summary.rows = self.reader.examples(task, removed, fates)
         if not self._template_checked and any(example.kind in TURNS for example in examples):
             check_template(self.tokenizer, "model.tokenizer", self.spec.stops)
@@ -229,7 +229,7 @@ class ChunkMaker:
 
 
 def fit(
-    document: Document, plain: bool, spec: Spec, fates: Fates, refused: list[Document], renderer: Renderer
+    document: Document, plain: bool, spec: Spec, fates: RowOutcomes, refused: list[Document], renderer: Renderer
 ) -> list[Document]:
     """The document in pieces that fit into a sequence, as data.over_length says."""
     if renderer.rows is not None:
@@ -303,7 +303,7 @@ def _summary_file(folder: Path, number: int) -> Path:
     return folder / "summaries" / f"{number:07}.json"
 
 
-def _write_summary(folder: Path, number: int, summary: Summary, fates: Fates) -> None:
+def _write_summary(folder: Path, number: int, summary: Summary, fates: RowOutcomes) -> None:
     rows = [(fate, *row) for fate, rows in fates.rows.items() for row in rows]
     write_json(_summary_file(folder, number), {"summary": summary.__dict__, "fates": rows})
 
@@ -491,7 +491,7 @@ def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
                 detected, tasks = look(spec)
                 reader = RowReader(spec, detected, None)
                 for task in tasks:
-                    yield from reader.examples(task, {}, Fates())[0]
+                    yield from reader.examples(task, {}, RowOutcomes())[0]
 
     return EvalNgrams.from_examples(examples(), words, work / "passages")
 

@@ -13,7 +13,7 @@ from shardwise.data.turn_ends import Around, End, alike, find_end
 
 if TYPE_CHECKING:
     from shardwise.data.template import ChatTemplate
-    from shardwise.data.template_probe import Manner
+    from shardwise.data.template_probe import TemplateStyle
 
 Span = tuple[int, int]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields
@@ -229,7 +229,7 @@ class Turns:
             lead = lead.replace(thought.strip(), "") if isinstance(thought, str) else lead
         return not self.template.markers.tags.sub("", lead).strip() and not self.template.manner().opens(lead)
 
-    def _prompts(self, index: int, manner: Manner, way: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    def _prompts(self, index: int, manner: TemplateStyle, way: dict[str, Any]) -> Iterator[tuple[int, str]]:
         """What asks for an answer, and where it stands: all of it, or as earlier turns may be rewritten, its end."""
         before = self.messages[:index]
         for asked, header in ((True, manner.header), (False, manner.added)):

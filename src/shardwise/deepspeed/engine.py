@@ -16,7 +16,7 @@ from shardwise.deepspeed import fragments, store
 from shardwise.deepspeed.data import DeepSpeedDataLoader
 from shardwise.deepspeed.partition import ZeroParamStatus, keep_rows, whole
 from shardwise.deepspeed.refused import refuse
-from shardwise.deepspeed.settings import Batch
+from shardwise.deepspeed.settings import EngineBatchSizes
 from shardwise.train.engine import Engine
 
 NOT_HERE = {
@@ -32,7 +32,7 @@ NOT_HERE = {
 class DeepSpeedEngine(nn.Module):
     """A sharded model with its optimizer and scheduler; what it does not know it asks the model."""
 
-    def __init__(self, core: Engine, config: dict[str, Any], batch: Batch, scheduler: Any) -> None:
+    def __init__(self, core: Engine, config: dict[str, Any], batch: EngineBatchSizes, scheduler: Any) -> None:
         super().__init__()
         self.module = core.module
         self._core, self._config, self._batch = core, config, batch
@@ -180,13 +180,13 @@ class DeepSpeedEngine(nn.Module):
         if train_batch_size < 1 or train_batch_size % per_forward:
             problem = f"is no multiple of {self._batch.micro} samples × {self.world_size} ranks"
             raise UserError("train_batch_size", train_batch_size, problem, f"use a multiple of {per_forward}")
-        self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // per_forward)
+        self._batch = EngineBatchSizes(train_batch_size, self._batch.micro, train_batch_size // per_forward)
         self._core.accumulate = self._batch.accumulate
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples per forward, which the script must then pass; micro-batches stay as many."""
         accumulate = self._batch.accumulate
-        self._batch = Batch(micro_batch_size * accumulate * self.world_size, micro_batch_size, accumulate)
+        self._batch = EngineBatchSizes(micro_batch_size * accumulate * self.world_size, micro_batch_size, accumulate)
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""

@@ -22,7 +22,7 @@ TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.sche
 
 
 @dataclass(frozen=True)
-class Batch:
+class EngineBatchSizes:
     """Samples per update, per rank and forward, and forwards per update."""
 
     train: int
@@ -31,12 +31,12 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DeepSpeedSettings:
     """The config as it was given, what `shardwise.initialize` takes, and one line per key that was met."""
 
     config: dict[str, Any]
     engine: dict[str, Any]
-    batch: Batch
+    batch: EngineBatchSizes
     account: tuple[tuple[str, str, str], ...]
 
 
@@ -60,7 +60,7 @@ def read_config(config: Any, args: Any) -> dict[str, Any]:
         raise UserError("deepspeed_config", error.value, error.problem, error.remedy) from None
 
 
-def settle(config: dict[str, Any], ranks: int) -> Settings:
+def settle(config: dict[str, Any], ranks: int) -> DeepSpeedSettings:
     """Translates the config; raises UserError for what is unknown, refused, or has no place in a script's own loop."""
     rest = {key: value for key, value in config.items() if key not in BUILT_HERE}
     done = translate(rest, ranks=ranks, run={"output": "."}, file="config")  # where the engine puts what goes to disk
@@ -68,7 +68,7 @@ def settle(config: dict[str, Any], ranks: int) -> Settings:
     if found.train is None or found.micro is None or found.rounds is None:
         remedy = "give a number: there is nothing here to resolve it by"
         raise UserError("train_micro_batch_size_per_gpu", "auto", "is not decided", remedy)
-    batch = Batch(found.train, found.micro, found.rounds)
+    batch = EngineBatchSizes(found.train, found.micro, found.rounds)
     values = {key: value for key, value in done.values.items() if key in EngineConfig.model_fields}
     values |= {"accumulate": batch.accumulate, "clip": done.values.get("train", {}).get("clip")}
     log = done.values.get("log", {})
@@ -85,10 +85,10 @@ def settle(config: dict[str, Any], ranks: int) -> Settings:
         shown = f"{done.sources.get(path, path)}: {value}"
         account = [row for row in account if not row[0].startswith(shown.split(":")[0])]
         account.append((shown, "no effect", "reports are the script's own"))
-    return Settings(config, values, batch, tuple(account))
+    return DeepSpeedSettings(config, values, batch, tuple(account))
 
 
-def print_account(settings: Settings) -> None:
+def print_account(settings: DeepSpeedSettings) -> None:
     """What became of each key, as three columns."""
     named = [(key, "honoured", f"{(settings.config.get(key) or {}).get('type')}, over the script's parameters")
              for key in BUILT_HERE if settings.config.get(key)]  # fmt: skip

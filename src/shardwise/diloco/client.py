@@ -18,14 +18,14 @@ from urllib.parse import quote
 
 from shardwise.config.units import in_words
 from shardwise.core.errors import RunFailed, UserError
-from shardwise.core.waiting import Waiting
-from shardwise.diloco.codec import Plan
+from shardwise.core.waiting import WaitReporter
+from shardwise.diloco.codec import VectorPlan
 from shardwise.diloco.server import LONG_POLL, WORKER
 
 SLOWEST = 120.0  # seconds without a byte after which a connection is given up
 
 
-class No(Exception):
+class SyncRefused(Exception):
     """The meeting point refused: its code, and its words."""
 
     def __init__(self, code: str, words: str) -> None:
@@ -34,7 +34,7 @@ class No(Exception):
 
 
 @dataclass(frozen=True)
-class Ended:
+class RoundEnded:
     """A round that ended: the number of the next, and how its parameters came (`global` or `update`)."""
 
     round: int
@@ -63,12 +63,12 @@ class Client:
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.host, self.port, self.name, self.patience = host, port, name, patience
-        self._tell, self._waiting = tell, Waiting()
+        self._tell, self._waiting = tell, WaitReporter()
         self._headers = {WORKER: quote(name)} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._open: _Counting | None = None
         self.bytes_sent = self.bytes_received = 0
 
-    def join(self, plan: Plan, base: dict[str, str], digest: str) -> dict[str, Any]:
+    def join(self, plan: VectorPlan, base: dict[str, str], digest: str) -> dict[str, Any]:
         """What the meeting point says to a worker that comes: `give` your parameters, or `go` from round so-and-so."""
         tensors = [[name, list(shape)] for name, shape in plan.tensors]
         while True:
@@ -77,21 +77,27 @@ class Client:
                 return answer
             time.sleep(0.2)  # another worker is giving the parameters
 
-    def give(self, plan: Plan, base: dict[str, str], files: Path) -> bool:
+    def give(self, plan: VectorPlan, base: dict[str, str], files: Path) -> bool:
         """Hands over the first parameters; False if another worker did."""
         try:
             for index in range(plan.parts):
                 self._ask("PUT", f"give/{index}", (files / f"{index:05d}").read_bytes())
             self._json("POST", "given", {"tensors": [[n, list(s)] for n, s in plan.tensors], "base": base})
-        except No as no:
+        except SyncRefused as no:
             if no.code == "again":
                 return False
             raise
         return True
 
     def exchange(
-        self, plan: Plan, files: Path, word: dict[str, Any], target: Path, updates: bool, stopping: Callable[[], bool]
-    ) -> Ended | None:
+        self,
+        plan: VectorPlan,
+        files: Path,
+        word: dict[str, Any],
+        target: Path,
+        updates: bool,
+        stopping: Callable[[], bool],
+    ) -> RoundEnded | None:
         """Sends the parts in `files`, waits, and fetches into `target`; None if it was told to stop while waiting."""
         began = time.monotonic()
         late = False
@@ -100,13 +106,13 @@ class Client:
                 for index in range(plan.parts):
                     self._ask("PUT", f"difference/{index}", (files / f"{index:05d}").read_bytes())
                 counted = self._json("POST", "sent", word)
-            except No as no:
+            except SyncRefused as no:
                 if no.code == "again":
                     time.sleep(0.2)
                     continue
                 if no.code == "old":
                     number = self.fetch_global(plan, target)
-                    return Ended(number, "global", True, True, time.monotonic() - began, {})
+                    return RoundEnded(number, "global", True, True, time.monotonic() - began, {})
                 raise
             late = bool(counted["late"])
             answer: dict[str, Any] = {"state": "open"}
@@ -121,26 +127,26 @@ class Client:
         try:
             self.fetch(plan, answer["round"], kind, target)
             number = answer["round"]
-        except No as no:
+        except SyncRefused as no:
             if no.code != "gone":
                 raise
             kind, number = "global", self.fetch_global(plan, target)
-        return Ended(number, kind, late, False, seconds, {k: v for k, v in answer.items() if k not in _OWN})
+        return RoundEnded(number, kind, late, False, seconds, {k: v for k, v in answer.items() if k not in _OWN})
 
-    def fetch(self, plan: Plan, number: int, kind: str, target: Path) -> None:
+    def fetch(self, plan: VectorPlan, number: int, kind: str, target: Path) -> None:
         """The parts of a round into files."""
         target.mkdir(parents=True, exist_ok=True)
         for index in range(plan.parts):
             (target / f"{index:05d}").write_bytes(self._ask("GET", f"round/{number}/{kind}/{index}"))
 
-    def fetch_global(self, plan: Plan, target: Path) -> int:
+    def fetch_global(self, plan: VectorPlan, target: Path) -> int:
         """The present parameters into files, and the number of their round."""
         while True:
             number = int(self._json("GET", "status")["round"])
             try:
                 self.fetch(plan, number, "global", target)
                 return number
-            except No as no:
+            except SyncRefused as no:
                 if no.code != "gone":  # two rounds ended meanwhile
                     raise
 
@@ -149,7 +155,7 @@ class Client:
         self.patience = 0.0
         try:
             self._json("POST", "leave", {})
-        except (No, RunFailed):
+        except (SyncRefused, RunFailed):
             pass
         finally:
             self.close()
@@ -211,7 +217,7 @@ class Client:
             raise UserError(field, None if field == "apart.token_env" else f"{self.host}:{self.port}", words, remedy)
         if code in ("values", "ahead", "form", "size", "path"):
             raise RunFailed(f"the meeting point refused what this worker sent: {words}")
-        raise No(code, words)
+        raise SyncRefused(code, words)
 
 
 _OWN = ("state", "round")

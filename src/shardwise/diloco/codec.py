@@ -37,7 +37,7 @@ class BadPart(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class VectorPlan:
     """Names and shapes of what is trained, in the order of the vector, and how it is cut."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -57,7 +57,7 @@ class Plan:
         return min(PART, self.total - part * PART)
 
     @classmethod
-    def read(cls, values: object) -> Plan:
+    def read(cls, values: object) -> VectorPlan:
         """From JSON; raises ValueError if it is none."""
         if not isinstance(values, list) or not values:
             raise ValueError("no tensors are named")
@@ -74,7 +74,7 @@ class Plan:
             raise ValueError("a tensor is named twice")
         return cls(tuple(found))
 
-    def differs(self, other: Plan) -> str | None:
+    def differs(self, other: VectorPlan) -> str | None:
         """The first difference from another plan in words, if there is one."""
         here, there = dict(self.tensors), dict(other.tensors)
         for name in [*here, *there]:

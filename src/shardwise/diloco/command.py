@@ -14,11 +14,11 @@ from filelock import FileLock, Timeout
 
 from shardwise.core.errors import RunFailed, UserError
 from shardwise.core.network import bind, find_key, is_loopback
-from shardwise.core.stop_requested import Asked
+from shardwise.core.stop_requested import StopRequested
 
 
 @dataclass(frozen=True)
-class Options:
+class SyncServerOptions:
     """What the command line says; None = as the method has it."""
 
     host: str = "127.0.0.1"
@@ -36,9 +36,9 @@ class Options:
     open: bool = False
 
 
-def meet(options: Options) -> None:
+def meet(options: SyncServerOptions) -> None:
     """Runs a meeting point until Ctrl-C or SIGTERM."""
-    from shardwise.diloco.ledger import Ledger
+    from shardwise.diloco.ledger import RoundLedger
     from shardwise.diloco.rounds import Rounds
     from shardwise.diloco.server import MeetServer
 
@@ -55,7 +55,7 @@ def meet(options: Options) -> None:
     lock = _only_one(options.state.expanduser())
     listener = bind(options.host, options.port)
     try:
-        ledger = Ledger(options.state.expanduser())
+        ledger = RoundLedger(options.state.expanduser())
         rounds = Rounds(ledger, rule, lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", flush=True))
     except (OSError, ValueError, KeyError) as error:
         listener.close()
@@ -88,7 +88,7 @@ def _only_one(folder: Path) -> FileLock:
 
 
 def _serve(server: Any) -> None:
-    ended = Asked()
+    ended = StopRequested()
     before = {kind: signal.signal(kind, ended) for kind in (signal.SIGINT, signal.SIGTERM)}
     clock = threading.Thread(target=server.rounds.run, name="clock", daemon=True)
     door = threading.Thread(target=server.serve_forever, name="door", daemon=True)
@@ -106,7 +106,7 @@ def _serve(server: Any) -> None:
             signal.signal(kind, handler)
 
 
-def rule_of(options: Options) -> Any:
+def rule_of(options: SyncServerOptions) -> Any:
     """The meeting's rule; raises UserError for what cannot be meant."""
     from shardwise.config.units import parse_duration
     from shardwise.diloco.codec import DTYPES
@@ -141,7 +141,7 @@ def rule_of(options: Options) -> Any:
     return replace(rule, dtype=dtype, wait=wait, least=options.least)
 
 
-def banner(options: Options, listener: socket.socket) -> str:
+def banner(options: SyncServerOptions, listener: socket.socket) -> str:
     """Where it is, what it goes by, and what workers have to say."""
     rule = rule_of(options)
     host, port = listener.getsockname()[:2]

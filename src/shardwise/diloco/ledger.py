@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.integrity import sync_folder
-from shardwise.diloco.codec import KEY, Plan, decode, encode
-from shardwise.diloco.outer_step import Rule, mean_of, outer_step
+from shardwise.diloco.codec import KEY, VectorPlan, decode, encode
+from shardwise.diloco.outer_step import OuterRule, mean_of, outer_step
 
 STATE = "state.json"
 
@@ -52,7 +52,7 @@ class Made:
     distances: dict[str, float]
 
 
-class Ledger:
+class RoundLedger:
     """The files of one meeting point."""
 
     def __init__(self, root: Path) -> None:
@@ -99,7 +99,7 @@ class Ledger:
         """What a worker sent is used, or of no use."""
         shutil.rmtree(self.arriving(worker, 0).parent, ignore_errors=True)
 
-    def begin(self, worker: str, plan: Plan) -> str:
+    def begin(self, worker: str, plan: VectorPlan) -> str:
         """Round 0 from the parts that a worker gave; returns their digest."""
 
         def make(folder: Path, index: int) -> torch.Tensor:
@@ -111,7 +111,9 @@ class Ledger:
         self.forget(worker)
         return digest
 
-    def advance(self, number: int, plan: Plan, arrivals: list[Arrival], weights: list[float], rule: Rule) -> Made:
+    def advance(
+        self, number: int, plan: VectorPlan, arrivals: list[Arrival], weights: list[float], rule: OuterRule
+    ) -> Made:
         """The outer step from round `number` to the next, a part at a time."""
         squares = {a.worker: [0.0, 0.0] for a in arrivals}
         whole = [0.0]
@@ -145,7 +147,7 @@ class Ledger:
         norms = {name: sqrt(own) for name, (own, _) in squares.items()}
         return Made(digest, sqrt(whole[0]), norms, {name: sqrt(far) for name, (_, far) in squares.items()})
 
-    def _write_round(self, number: int, plan: Plan, make: Callable[[Path, int], torch.Tensor]) -> str:
+    def _write_round(self, number: int, plan: VectorPlan, make: Callable[[Path, int], torch.Tensor]) -> str:
         target = self.folder(number)
         partial = target.with_name(f".{target.name}")
         shutil.rmtree(partial, ignore_errors=True)

@@ -16,7 +16,7 @@ from shardwise.diloco.codec import Dtype
 
 
 @dataclass(frozen=True)
-class Rule:
+class OuterRule:
     """What a meeting goes by; the meeting point's own, told to whoever joins."""
 
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
@@ -28,10 +28,10 @@ class Rule:
     least: int = 1
 
 
-METHODS = {"diloco": Rule(), "fedavg": Rule("sgd", 1.0, 0.0, "tokens")}
+METHODS = {"diloco": OuterRule(), "fedavg": OuterRule("sgd", 1.0, 0.0, "tokens")}
 
 
-def weights_of(rule: Rule, tokens: Sequence[int]) -> list[float]:
+def weights_of(rule: OuterRule, tokens: Sequence[int]) -> list[float]:
     """Each worker's share of the mean; they add up to 1. Workers that learned from nothing count nothing."""
     counts = [1.0 if rule.weight == "equal" else float(n) for n in tokens]
     total = sum(counts)
@@ -47,7 +47,7 @@ def mean_of(differences: Sequence[torch.Tensor], weights: Sequence[float]) -> to
 
 
 def outer_step(
-    parameters: torch.Tensor, velocity: torch.Tensor | None, mean: torch.Tensor, rule: Rule
+    parameters: torch.Tensor, velocity: torch.Tensor | None, mean: torch.Tensor, rule: OuterRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """New parameters and momentum, both fp32; the momentum of a first step is its gradient, as in torch's SGD."""
     step = mean

@@ -21,14 +21,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.diloco.codec import BadPart, Plan, decode
-from shardwise.diloco.ledger import Arrival, Ledger, write_atomically
-from shardwise.diloco.outer_step import Rule, weights_of
+from shardwise.diloco.codec import BadPart, VectorPlan, decode
+from shardwise.diloco.ledger import Arrival, RoundLedger, write_atomically
+from shardwise.diloco.outer_step import OuterRule, weights_of
 
 TICK = 0.1  # seconds between looks at the clock
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """An answer that is no: an HTTP status, a code for programs, and words."""
 
     def __init__(self, status: int, code: str, words: str) -> None:
@@ -39,10 +39,10 @@ class Refused(Exception):
 class Rounds:
     """The rounds of one meeting point; every method may be called from any thread."""
 
-    def __init__(self, ledger: Ledger, rule: Rule, tell: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, ledger: RoundLedger, rule: OuterRule, tell: Callable[[str], None] = lambda _: None) -> None:
         self.ledger, self.rule, self._tell = ledger, rule, tell
         self._changed = threading.Condition()
-        self._plan: Plan | None = None
+        self._plan: VectorPlan | None = None
         self._base: dict[str, str] = {}
         self._round, self._digest, self._finished = 0, "", 0
         self._members: dict[str, int] = {}  # worker → the first round it is expected in
@@ -54,7 +54,7 @@ class Rounds:
         self.bytes_in = self.bytes_out = 0
         self.failure: BaseException | None = None
         if (state := ledger.state()) is not None:
-            self._plan, self._base = Plan.read(state["tensors"]), state["base"]
+            self._plan, self._base = VectorPlan.read(state["tensors"]), state["base"]
             self._round, self._digest, self._finished = state["round"], state["digest"], state["finished"]
             self._members, self._figures = state["members"], state["figures"]
             tell(f"going on at round {self._round}, with {len(self._members)} workers known")
@@ -64,9 +64,9 @@ class Rounds:
     def join(self, worker: str, values: dict[str, Any]) -> dict[str, Any]:
         """Takes a worker in: it must train the same tensors of the same model. The first one gives the parameters."""
         try:
-            plan = Plan.read(values.get("tensors"))
+            plan = VectorPlan.read(values.get("tensors"))
         except ValueError as error:
-            raise Refused(400, "form", str(error)) from None
+            raise RequestRefused(400, "form", str(error)) from None
         base = {str(k): str(v) for k, v in dict(values.get("base") or {}).items()}
         with self._changed:
             if self._plan is not None:
@@ -84,21 +84,23 @@ class Rounds:
                 return {"state": "give"}
             return {"state": "wait"}
 
-    def _compare(self, worker: str, plan: Plan, base: dict[str, str]) -> None:
+    def _compare(self, worker: str, plan: VectorPlan, base: dict[str, str]) -> None:
         assert self._plan is not None
         if difference := plan.differs(self._plan):
             self._tell(f"{worker} was refused: it {difference}")
-            raise Refused(409, "other", f"this worker {difference}")
+            raise RequestRefused(409, "other", f"this worker {difference}")
         for what in sorted({*base, *self._base}):
             if base.get(what) != self._base.get(what):
                 self._tell(f"{worker} was refused: another {what}")
-                raise Refused(409, "other", f"this worker has another {what} than the others")
+                raise RequestRefused(409, "other", f"this worker has another {what} than the others")
 
-    def give(self, worker: str, index: int, body: bytes, plan: Plan | None, base: dict[str, str] | None = None) -> None:
+    def give(
+        self, worker: str, index: int, body: bytes, plan: VectorPlan | None, base: dict[str, str] | None = None
+    ) -> None:
         """A part of the first parameters (`plan` None), or the word that all are there, and of what model."""
         with self._changed:
             if self._plan is not None or worker != self._giver:
-                raise Refused(409, "again", "another worker gives the parameters")
+                raise RequestRefused(409, "again", "another worker gives the parameters")
             self._giver_seen = time.monotonic()
         if plan is None:
             self._keep(worker, index, body)
@@ -107,7 +109,7 @@ class Rounds:
         try:
             digest = self.ledger.begin(worker, plan)
         except BadPart as error:
-            raise Refused(422, "values", f"the parameters given by {worker}: a part {error}") from None
+            raise RequestRefused(422, "values", f"the parameters given by {worker}: a part {error}") from None
         with self._changed:
             self._plan, self._digest, self._base = plan, digest, base or {}
             self._write()
@@ -117,7 +119,7 @@ class Rounds:
         """A part of a difference; checked now, counted when `sent` says that all are there."""
         plan = self._need_plan()
         if not 0 <= index < plan.parts:
-            raise Refused(400, "form", f"there are {plan.parts} parts")
+            raise RequestRefused(400, "form", f"there are {plan.parts} parts")
         with self._changed:
             self._changed.wait_for(lambda: not (self._closing and worker in self._arrivals))
             self._arrivals.pop(worker, None)  # it was started again within the round: what it sends now counts
@@ -125,11 +127,13 @@ class Rounds:
             decode(body, self.rule.dtype, plan.size(index))
         except BadPart as error:
             if error.finite:
-                raise Refused(400, "form", f"part {index} {error}") from None
+                raise RequestRefused(400, "form", f"part {index} {error}") from None
             with self._changed:
                 self._drop(worker)
             self._tell(f"{worker} was refused: its difference has values that are no numbers; it was not averaged")
-            raise Refused(422, "values", "the difference has values that are no numbers; it was not averaged") from None
+            raise RequestRefused(
+                422, "values", "the difference has values that are no numbers; it was not averaged"
+            ) from None
         self._keep(worker, index, body)
 
     def sent(self, worker: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -138,16 +142,16 @@ class Rounds:
             since, tokens, step = (int(values[name]) for name in ("round", "tokens", "step"))
             last = bool(values.get("last"))
         except (KeyError, TypeError, ValueError):
-            raise Refused(400, "form", "round, tokens and step are whole numbers") from None
+            raise RequestRefused(400, "form", "round, tokens and step are whole numbers") from None
         self._check_parts(worker, self._need_plan().parts)
         with self._changed:
             self._changed.wait_for(lambda: not self._closing)
             if since > self._round:
                 words = f"the meeting point is at round {self._round} and knows nothing of round {since}"
-                raise Refused(409, "ahead", words)
+                raise RequestRefused(409, "ahead", words)
             if since < self._round - 1:
                 self.ledger.forget(worker)
-                raise Refused(409, "old", f"it is of round {since}, and round {self._round} is under way")
+                raise RequestRefused(409, "old", f"it is of round {since}, and round {self._round} is under way")
             late = since < self._round
             if not self._arrivals:
                 self._first = time.monotonic()
@@ -178,7 +182,7 @@ class Rounds:
         """A file of a round to be sent as it is."""
         path = self.ledger.part(number, kind, index)
         if kind not in ("global", "update") or not path.is_file():
-            raise Refused(410, "gone", f"{kind} {index} of round {number} is not here (any more)")
+            raise RequestRefused(410, "gone", f"{kind} {index} of round {number} is not here (any more)")
         return path
 
     def status(self) -> dict[str, Any]:
@@ -248,10 +252,10 @@ class Rounds:
 
     # Helpers
 
-    def _need_plan(self) -> Plan:
+    def _need_plan(self) -> VectorPlan:
         with self._changed:
             if self._plan is None:
-                raise Refused(409, "again", "nobody has given the parameters yet")
+                raise RequestRefused(409, "again", "nobody has given the parameters yet")
             return self._plan
 
     def _keep(self, worker: str, index: int, body: bytes) -> None:
@@ -262,7 +266,7 @@ class Rounds:
     def _check_parts(self, worker: str, count: int) -> None:
         missing = [i for i in range(count) if not self.ledger.arriving(worker, i).is_file()]
         if missing:
-            raise Refused(409, "again", f"{len(missing)} of {count} parts have not come")
+            raise RequestRefused(409, "again", f"{len(missing)} of {count} parts have not come")
 
     def _drop(self, worker: str) -> None:
         self._arrivals.pop(worker, None)

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from shardwise.core.bounded_threads import BoundedThreads
-from shardwise.diloco.codec import PART, Plan, most_bytes
-from shardwise.diloco.rounds import Refused, Rounds
+from shardwise.diloco.codec import PART, VectorPlan, most_bytes
+from shardwise.diloco.rounds import RequestRefused, Rounds
 
 WORKER, LONGEST_NAME = "X-Shardwise-Worker", 200
 JSON_LIMIT = 16 << 20  # bytes: names and shapes of some hundred thousand tensors
@@ -88,15 +88,15 @@ class Handler(BaseHTTPRequestHandler):
             self.worker = self._name()
             self._late.cancel()
             if first not in routes:
-                raise Refused(404, "path", "there is nothing here")
+                raise RequestRefused(404, "path", "there is nothing here")
             try:
                 numbers = [word if word in ("global", "update") else int(word) for word in words]
                 answer = routes[first](*numbers)
             except (TypeError, ValueError, RecursionError) as error:
-                raise Refused(400, "form", f"this is not understood ({str(error)[:120]})") from None
+                raise RequestRefused(400, "form", f"this is not understood ({str(error)[:120]})") from None
             body = answer if isinstance(answer, bytes) else json.dumps(answer or {}).encode()
             self._reply(200, body)
-        except Refused as no:
+        except RequestRefused as no:
             self.close_connection = True  # its body may not have been read
             self._reply(no.status, json.dumps({"code": no.code, "error": no.words}).encode())
 
@@ -113,21 +113,21 @@ class Handler(BaseHTTPRequestHandler):
         wanted = self.server.token
         shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if wanted is not None and not hmac.compare_digest(shown.encode("utf-8", "replace"), wanted.encode()):
-            raise Refused(401, "token", "the token is missing or wrong")
+            raise RequestRefused(401, "token", "the token is missing or wrong")
 
     def _name(self) -> str:
         # A page in someone's browser cannot set a header of its own for another site: this keeps such requests out.
         name = unquote(self.headers.get(WORKER, ""))
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
-            raise Refused(400, "form", f"{WORKER} must name the worker, in {LONGEST_NAME} characters at most")
+            raise RequestRefused(400, "form", f"{WORKER} must name the worker, in {LONGEST_NAME} characters at most")
         return name
 
     def _body(self, limit: int) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not length.isdigit():
-            raise Refused(411, "form", "a Content-Length is needed")
+            raise RequestRefused(411, "form", "a Content-Length is needed")
         if int(length) > limit:
-            raise Refused(413, "size", f"{length} bytes are more than the {limit} that can be meant")
+            raise RequestRefused(413, "size", f"{length} bytes are more than the {limit} that can be meant")
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise ConnectionError("the body ended early")
@@ -149,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
     def _given(self) -> None:
         values = self._json()
         base = {str(k): str(v) for k, v in dict(values["base"]).items()}
-        self.server.rounds.give(self.worker, 0, b"", Plan.read(values["tensors"]), base)
+        self.server.rounds.give(self.worker, 0, b"", VectorPlan.read(values["tensors"]), base)
 
     def _difference(self, index: int) -> None:
         rounds = self.server.rounds

@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 
 from shardwise.data.fingerprint import template_fingerprint
-from shardwise.diloco.codec import Plan
+from shardwise.diloco.codec import VectorPlan
 from shardwise.optim.shards import first_row, local_of
 from shardwise.parallel.offload.checkpoint_entries import masters
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
-from shardwise.train.setup import Parts
+from shardwise.train.setup import TrainState
 
 Span = tuple[int, int]
 SAMPLED = 16  # values of each frozen tensor that tell one base from another
 
 
-class Trained:
+class TrainedVector:
     """The trained parameters of a worker; every rank calls every method."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainState) -> None:
         self._sharded, self._optimizer, self._world = parts.sharded, parts.optimizer, parts.world
         self._parameters = dict(sorted(parts.sharded.parameters.items()))
-        self.plan = Plan(tuple((name, tuple(p.shape)) for name, p in self._parameters.items()))
+        self.plan = VectorPlan(tuple((name, tuple(p.shape)) for name, p in self._parameters.items()))
         mine = {name: _span(p) for name, p in self._parameters.items()}
         self._spans: list[dict[str, Span]] = [mine]
         if self._world.size > 1:
@@ -118,7 +118,7 @@ def _span(parameter: torch.Tensor) -> Span:
     return start, start + local_of(parameter).numel()
 
 
-def base_of(parts: Parts) -> dict[str, str]:
+def base_of(parts: TrainState) -> dict[str, str]:
     """What must be the same for all workers besides what is trained, as hashes by the name that a message uses.
 
     Of frozen parameters the main rank's first values are enough to tell one model from another.

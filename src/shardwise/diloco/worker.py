@@ -22,32 +22,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.config.diloco import Apart, split_address
+from shardwise.config.diloco import DiLoCo, split_address
 from shardwise.core.errors import UserError
-from shardwise.diloco.client import Client, Ended
+from shardwise.diloco.client import Client, RoundEnded
 from shardwise.diloco.codec import Cutter, Dtype, Joiner, decode, encode
-from shardwise.diloco.outer_step import Rule
-from shardwise.diloco.vector import Trained, base_of
+from shardwise.diloco.outer_step import OuterRule
+from shardwise.diloco.vector import TrainedVector, base_of
 from shardwise.train.outer_sync import NoSync
-from shardwise.train.setup import Parts
+from shardwise.train.setup import TrainState
 
 SILENCE = 10.0  # seconds in a meeting after which the terminal is told what is waited for
 BEAT = 0.5  # seconds between signs of life to the other ranks while the main one is on the network
 
 
-def join_others(parts: Parts) -> NoSync | Meeting:
+def join_others(parts: TrainState) -> NoSync | OuterSync:
     """The run's meetings; where it trains apart, joined: the parameters and the position may have moved on."""
     total = parts.job.run.train.steps or 0
     if parts.job.run.apart is None or parts.position.step >= total:
         return NoSync()
     parts.status.set("joining the other workers")
-    return Meeting(parts, parts.job.run.apart, total)
+    return OuterSync(parts, parts.job.run.apart, total)
 
 
-class Meeting(NoSync):
+class OuterSync(NoSync):
     """One worker's meetings; every rank has one, and the main rank's goes to the network."""
 
-    def __init__(self, parts: Parts, settings: Apart, total: int) -> None:
+    def __init__(self, parts: TrainState, settings: DiLoCo, total: int) -> None:
         self._parts, self._settings, self._total = parts, settings, total
         self._world, self._position = parts.world, parts.position
         self._folder = parts.job.output / "apart"
@@ -58,7 +58,7 @@ class Meeting(NoSync):
             host, port = split_address(settings.meet)
             name, token = name_of(settings, parts.job.output), token_of(settings)
             self._client = Client(host, port, name, token, settings.patience, lambda text: print(text, flush=True))
-        self._trained = Trained(parts)
+        self._trained = TrainedVector(parts)
         self._lost: list[torch.Tensor] = []  # by part, on the main rank: what rounding lost and is still to be sent
         self._finished = False
         self._anchor: dict[str, torch.Tensor] = {}  # this rank's shards of the global parameters, on the host
@@ -95,7 +95,7 @@ class Meeting(NoSync):
             return answer | {"own": known == answer["round"]}
 
         answer = self._beside(come)
-        self._rule = Rule(**answer["rule"])
+        self._rule = OuterRule(**answer["rule"])
         self._round = int(answer["round"])
         position, before = self._position, self._position.step
         own = answer["same"] or answer["own"]
@@ -154,7 +154,7 @@ class Meeting(NoSync):
         record = {"kind": "meet", "step": position.step, "tokens": word["tokens"], **answer["traffic"]}
         if answer["ended"] is None:
             return record | {"left": True}
-        ended = Ended(**answer["ended"])
+        ended = RoundEnded(**answer["ended"])
         self._apply(ended.kind, write=True)
         self._round, self._finished = ended.round, last
         position.apart = {"round": self._round, "supervised": position.supervised}
@@ -255,12 +255,12 @@ class Meeting(NoSync):
         return dict(found[0])
 
 
-def name_of(settings: Apart, output: Path) -> str:
+def name_of(settings: DiLoCo, output: Path) -> str:
     """A worker's name: given, or the same whenever this run is started on this host."""
     return settings.name or f"{socket.gethostname()}:{output.absolute()}"[-200:]
 
 
-def token_of(settings: Apart) -> str | None:
+def token_of(settings: DiLoCo) -> str | None:
     """The token, from the environment: files are copied, and command lines are seen by all."""
     if settings.token_env is None:
         return None

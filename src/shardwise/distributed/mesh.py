@@ -33,7 +33,7 @@ LATER = 20.0  # seconds beyond the run's timeout at which a collective gives up:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """How many ranks lie along each axis; `replicate` and `shard` are FSDP's, over data and context together."""
 
     replicate: int
@@ -59,16 +59,16 @@ class Layout:
         shard = math.gcd(each, max(1, self.shard * self.tensor // self.expert)) if self.shard > 1 else 1
         return self.pipeline, each // shard, shard, self.expert
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshPlace:
         """Where a rank stands."""
         rest, tensor = divmod(rank, self.tensor)
         stage, spread = divmod(rest, self.replicate * self.shard)
         data, context = divmod(spread, self.context)
-        return Place(stage, data, context, tensor)
+        return MeshPlace(stage, data, context, tensor)
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """A rank's coordinates: its pipeline stage, its share of the data, of each sequence, and of each weight."""
 
     pipeline: int
@@ -77,12 +77,12 @@ class Place:
     tensor: int
 
 
-def layout_of(parallel: Parallel, ranks: int) -> Layout:
+def layout_of(parallel: Parallel, ranks: int) -> MeshLayout:
     """The layout that settings ask for; they were checked to divide the ranks."""
     spread = ranks // (parallel.pipeline * parallel.tensor)
     shard = shard_size(parallel.zero, parallel.shard, spread)
     axes = (parallel.pipeline, parallel.context, parallel.tensor, parallel.expert)
-    return Layout(spread // shard, shard, *axes)
+    return MeshLayout(spread // shard, shard, *axes)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class World:
     mesh: DeviceMesh
     control: dist.ProcessGroup
     checkpoint: dist.ProcessGroup
-    layout: Layout
+    layout: MeshLayout
     copies: dist.ProcessGroup | None = None  # for copies in memory, where there are any
     tensor: DeviceMesh | None = None
     context: DeviceMesh | None = None
@@ -112,7 +112,7 @@ class World:
         return self.rank == 0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MeshPlace:
         return self.layout.place(self.rank)
 
     @property
@@ -129,7 +129,7 @@ def init_world(run: Run) -> World:
     return join_world(run.device, run.backend, run.timeout, layout_of(run.parallel, ranks), copies)
 
 
-def join_world(device_type: str, backend: str, timeout: float, layout: Layout, copies: bool = False) -> World:
+def join_world(device_type: str, backend: str, timeout: float, layout: MeshLayout, copies: bool = False) -> World:
     """Joins (or, for one process, makes) the process group, and lays the meshes out."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -156,7 +156,7 @@ def join_world(device_type: str, backend: str, timeout: float, layout: Layout, c
     )  # fmt: skip
 
 
-def _meshes(device: str, layout: Layout) -> dict[str, DeviceMesh]:
+def _meshes(device: str, layout: MeshLayout) -> dict[str, DeviceMesh]:
     """Every mesh of the run by its name in World; FSDP and `tensor` share a root, as parameters that both divide need.
 
     Context and experts have roots of their own: no parameter is divided along them and another axis of this root.

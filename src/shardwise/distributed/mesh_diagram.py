@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.distributed.mesh import Layout
+from shardwise.distributed.mesh import MeshLayout
 
 PURPOSE = {
     "pipeline": "stages of blocks, one after the other",
@@ -16,7 +16,7 @@ PURPOSE = {
 MOST = 64  # ranks that a picture shows; of more, the first
 
 
-def axis_lines(layout: Layout) -> Iterator[str]:
+def axis_lines(layout: MeshLayout) -> Iterator[str]:
     """Each axis that is longer than one, outermost first, with what lies along it."""
     sizes = {"pipeline": layout.pipeline, "data": layout.data, "context": layout.context, "tensor": layout.tensor}
     for name, size in (sizes | {"expert": layout.expert}).items():
@@ -24,14 +24,14 @@ def axis_lines(layout: Layout) -> Iterator[str]:
             yield f"{name} {size}: {PURPOSE[name]}"
 
 
-def picture(layout: Layout, per_node: int | None = None) -> str:
+def picture(layout: MeshLayout, per_node: int | None = None) -> str:
     """A row for each pipeline stage and share of the data, a column for each context and tensor rank."""
     if layout.ranks > MOST:
         return _lines(layout, MOST, per_node) + f"\n… and {layout.ranks - MOST} more ranks in the same way"
     return _lines(layout, layout.ranks, per_node)
 
 
-def _lines(layout: Layout, most: int, per_node: int | None) -> str:
+def _lines(layout: MeshLayout, most: int, per_node: int | None) -> str:
     across = layout.context * layout.tensor
     width = len(str(layout.ranks - 1))
     lines = []
@@ -53,7 +53,7 @@ def _lines(layout: Layout, most: int, per_node: int | None) -> str:
     return "\n".join(lines)
 
 
-def _title(layout: Layout, rank: int) -> str:
+def _title(layout: MeshLayout, rank: int) -> str:
     place = layout.place(rank)
     stages, parts = len(str(layout.pipeline - 1)), len(str(layout.data - 1))
     stage = f"stage {place.pipeline:>{stages}} " if layout.pipeline > 1 else ""

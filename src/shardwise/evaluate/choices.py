@@ -17,9 +17,9 @@ import numpy as np
 
 from shardwise.core.errors import UserError
 from shardwise.evaluate.bars import Bar
-from shardwise.evaluate.figures import Measured, by_group, ratio
+from shardwise.evaluate.figures import TaskResult, by_group, ratio
 from shardwise.evaluate.likelihood import Likelihood, Request, fit_context, log_likelihoods, make_request
-from shardwise.evaluate.rows import Row, read_rows
+from shardwise.evaluate.rows import EvalRow, read_rows
 from shardwise.evaluate.settings import ChoiceTask
 from shardwise.nn.generate import chat_prompt
 
@@ -31,7 +31,7 @@ TEMPLATES = {"text": "Question: {question}\nAnswer:", "letter": "Question: {ques
 
 
 @dataclass(frozen=True)
-class Question:
+class ChoiceQuestion:
     """One question; `verbatim`: it is the whole prompt and the choices continue it as they stand."""
 
     where: str
@@ -42,7 +42,7 @@ class Question:
     verbatim: bool = False
 
 
-def read_questions(path: str, fields: dict[str, str], field: str, limit: int | None = None) -> list[Question]:
+def read_questions(path: str, fields: dict[str, str], field: str, limit: int | None = None) -> list[ChoiceQuestion]:
     """The questions of a file."""
     rows = read_rows(path, field, limit=None if limit is None else limit * len(LETTERS))
     if "request" in rows[0].value and "doc" in rows[0].value:
@@ -52,7 +52,7 @@ def read_questions(path: str, fields: dict[str, str], field: str, limit: int | N
     return questions[:limit]
 
 
-def _question(row: Row, fields: dict[str, str]) -> Question:
+def _question(row: EvalRow, fields: dict[str, str]) -> ChoiceQuestion:
     text = str(row.need(fields, "question", QUESTION))
     labels: list[str] | None = None
     given = row.get(fields, "choices", CHOICES)
@@ -71,10 +71,10 @@ def _question(row: Row, fields: dict[str, str]) -> Question:
     choices = tuple(str(c).strip() for c in given)
     answer = _answer(row, row.need(fields, "answer", ANSWER), choices, labels or list(LETTERS[: len(choices)]))
     subject = row.get(fields, "subject", SUBJECT)
-    return Question(row.where, text.strip(), choices, answer, None if subject is None else str(subject))
+    return ChoiceQuestion(row.where, text.strip(), choices, answer, None if subject is None else str(subject))
 
 
-def _answer(row: Row, value: Any, choices: Sequence[str], labels: Sequence[str]) -> int:
+def _answer(row: EvalRow, value: Any, choices: Sequence[str], labels: Sequence[str]) -> int:
     """The index of the right choice; a text that is one of the choices is taken as that, before letters and indices."""
     if isinstance(value, str):
         word = value.strip()
@@ -92,7 +92,7 @@ def _answer(row: Row, value: Any, choices: Sequence[str], labels: Sequence[str])
     raise row.wrong(problem, "give the index (from 0), the letter, or the choice's own text")
 
 
-def _from_requests(rows: Sequence[Row]) -> list[Question]:
+def _from_requests(rows: Sequence[EvalRow]) -> list[ChoiceQuestion]:
     """Rows of one continuation each, by document; those that measure a continuation without its question are left."""
     questions = []
     for _, group in groupby(rows, key=lambda row: row.value.get("doc_id")):
@@ -107,23 +107,25 @@ def _from_requests(rows: Sequence[Row]) -> list[Question]:
         query = str(row.value["doc"].get("query", ""))
         if query and not context.endswith(query):
             continue
-        questions.append(Question(row.where, context, continuations, _answer(row, gold, continuations, ()), None, True))
+        questions.append(
+            ChoiceQuestion(row.where, context, continuations, _answer(row, gold, continuations, ()), None, True)
+        )
     return questions
 
 
 class Prompts:
     """Puts questions to a model as the settings want: worked examples first, then the question."""
 
-    def __init__(self, task: ChoiceTask, tokenizer: Any, examples: Sequence[Question]) -> None:
+    def __init__(self, task: ChoiceTask, tokenizer: Any, examples: Sequence[ChoiceQuestion]) -> None:
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
         self._by_letter = task.score == "letter"
         self._template = task.template or TEMPLATES["letter" if self._by_letter else "text"]
 
-    def answers(self, question: Question) -> Sequence[str]:
+    def answers(self, question: ChoiceQuestion) -> Sequence[str]:
         """What the model is to say, for each choice."""
         return LETTERS[: len(question.choices)] if self._by_letter else question.choices
 
-    def requests(self, question: Question) -> list[Request]:
+    def requests(self, question: ChoiceQuestion) -> list[Request]:
         """One for each choice."""
         if question.verbatim:
             return [make_request(self._tokenizer, question.text, c) for c in question.choices]
@@ -136,17 +138,17 @@ class Prompts:
             context, gap = "\n\n".join([*blocks, self._put(question)]), " "
         return [make_request(self._tokenizer, context, gap + a, not self._task.chat) for a in self.answers(question)]
 
-    def _turn(self, question: Question) -> list[dict[str, str]]:
+    def _turn(self, question: ChoiceQuestion) -> list[dict[str, str]]:
         return [
             {"role": "user", "content": self._put(question)},
             {"role": "assistant", "content": self.answers(question)[question.answer]},
         ]
 
-    def _put(self, question: Question) -> str:
+    def _put(self, question: ChoiceQuestion) -> str:
         lines = "\n".join(f"{letter}. {c}" for letter, c in zip(LETTERS, question.choices, strict=False))
         return self._template.replace("{choices}", lines).replace("{question}", question.text)
 
-    def _shots(self, question: Question) -> Sequence[Question]:
+    def _shots(self, question: ChoiceQuestion) -> Sequence[ChoiceQuestion]:
         """The first examples, those of the same subject if the examples have subjects."""
         pool = [e for e in self._examples if e.subject == question.subject or e.subject is None or not question.subject]
         if len(pool) < self._task.shots:
@@ -169,7 +171,7 @@ def measure_choices(
     tokenizer: Any,
     bar: Bar,
     keep: Callable[[dict[str, Any]], None],
-) -> Measured:
+) -> TaskResult:
     """Accuracy over the file's questions; `keep` is given each question with the model's choice."""
     questions = read_questions(task.path, task.fields, "path", task.limit)
     examples = read_questions(task.examples, task.fields, "examples") if task.examples else []
@@ -198,4 +200,4 @@ def measure_choices(
     figures += [ratio(f"accuracy ({kind})", right[kind]) for kind in kinds if kind != chosen_by]
     notes = [f"{cut} prompts were cut at the front to fit the model's context"] if cut else []
     groups = by_group("accuracy", right[chosen_by], [q.subject for q in questions])
-    return Measured(task.label, "choice", figures, groups, notes)
+    return TaskResult(task.label, "choice", figures, groups, notes)

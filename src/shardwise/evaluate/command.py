@@ -22,7 +22,7 @@ from shardwise.checkpoint.store import RUN
 from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, UserError
 from shardwise.evaluate.bars import Bar, bars
-from shardwise.evaluate.figures import Measured, difference
+from shardwise.evaluate.figures import TaskResult, difference
 from shardwise.evaluate.settings import ChoiceTask, GenerateTask, HarnessTask, JudgeTask, LossTask
 from shardwise.evaluate.table import print_results
 from shardwise.nn.models.tasks import task_of
@@ -38,7 +38,7 @@ class Session:
     models: list[str]
     tasks: list[Any]
     output: Path | None
-    results: dict[str, list[Measured]] = field(default_factory=dict)
+    results: dict[str, list[TaskResult]] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Makes the folder; samples of an earlier run are replaced."""
@@ -50,7 +50,7 @@ class Session:
                 problem = f"cannot be written ({error.strerror or error})"
                 raise UserError("--output", str(self.output), problem, "choose a folder you may write to") from None
 
-    def add(self, model: str, measured: Measured, seconds: float) -> None:
+    def add(self, model: str, measured: TaskResult, seconds: float) -> None:
         """One more result."""
         measured.seconds = seconds
         self.results.setdefault(model, []).append(measured)
@@ -161,7 +161,7 @@ def _measure_all(session: Session, runs: dict[str, Run | None], borrowed: Run | 
 
 def _measure(
     task: Any, name: str, model: Any, tokenizer: Any, run: Run | None, bar: Bar, keep: Callable[[dict[str, Any]], None]
-) -> list[Measured]:
+) -> list[TaskResult]:
     if isinstance(task, LossTask):
         from shardwise.evaluate.loss import measure_loss
 

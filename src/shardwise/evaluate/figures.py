@@ -34,7 +34,7 @@ class Figure:
 
 
 @dataclass
-class Measured:
+class TaskResult:
     """What a model has to show on one task; `groups` are its main figure by subject or source."""
 
     task: str
@@ -73,7 +73,7 @@ def by_group(name: str, sums: Sequence[float], groups: Sequence[str | None]) -> 
 
 
 @dataclass(frozen=True)
-class Difference:
+class FigureDifference:
     """How a figure differs from the first model's; `paired`: item by item."""
 
     value: float
@@ -86,18 +86,18 @@ class Difference:
         return self.error is not None and abs(self.value) > 2 * self.error
 
 
-def difference(one: Figure, first: Figure) -> Difference | None:
+def difference(one: Figure, first: Figure) -> FigureDifference | None:
     """Of two models' figures; None where they are means over different things."""
     value = one.value - first.value
     if math.isnan(value):
         return None
     if one.sums is None or first.sums is None or one.units is None or first.units is None:
         known = one.error is not None and first.error is not None
-        return Difference(value, math.hypot(one.error or 0, first.error or 0) if known else None, False)
+        return FigureDifference(value, math.hypot(one.error or 0, first.error or 0) if known else None, False)
     if not np.array_equal(one.units, first.units):
         return None
     rest = (one.sums - one.value * one.units) - (first.sums - first.value * first.units)
-    return Difference(value, _error(rest, one.units), True)
+    return FigureDifference(value, _error(rest, one.units), True)
 
 
 def _error(rest: np.ndarray, units: np.ndarray) -> float | None:

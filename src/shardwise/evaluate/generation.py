@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.evaluate.bars import Bar
-from shardwise.evaluate.figures import Measured, by_group, ratio
-from shardwise.evaluate.rows import Row, read_rows
+from shardwise.evaluate.figures import TaskResult, by_group, ratio
+from shardwise.evaluate.rows import EvalRow, read_rows
 from shardwise.evaluate.scorers import Scorer
 from shardwise.evaluate.settings import GenerateTask
 from shardwise.nn.generate import Sampling, prompt_ids, replies
@@ -20,13 +20,13 @@ BATCH = {"cuda": 64, "cpu": 8}
 
 @dataclass(frozen=True)
 class _Item:
-    row: Row
+    row: EvalRow
     messages: list[dict[str, str]]
     wanted: list[str]
     group: str | None
 
 
-def _item(row: Row, task: GenerateTask, needs_answer: bool) -> _Item:
+def _item(row: EvalRow, task: GenerateTask, needs_answer: bool) -> _Item:
     messages = row.get(task.fields, "messages")
     if isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
         messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
@@ -51,7 +51,7 @@ def measure_generation(
     tokenizer: Any,
     bar: Bar,
     keep: Callable[[dict[str, Any]], None],
-) -> Measured:
+) -> TaskResult:
     """The share of answers that the task's rule takes for right."""
     scorer = Scorer(task)
     items = [_item(row, task, scorer.needs_answer) for row in read_rows(task.path, "path", task.limit)]
@@ -70,4 +70,4 @@ def measure_generation(
             })  # fmt: skip
         advance(len(batch))
     groups = by_group(task.scorer, right, [item.group for item in items])
-    return Measured(task.label, "generate", [ratio(task.scorer, right)], groups)
+    return TaskResult(task.label, "generate", [ratio(task.scorer, right)], groups)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.core.errors import UserError
-from shardwise.evaluate.figures import Figure, Measured
+from shardwise.evaluate.figures import Figure, TaskResult
 from shardwise.evaluate.settings import HarnessTask
 
 BATCH = {"cuda": 16, "cpu": 4}
@@ -18,7 +18,7 @@ LESS_IS_BETTER = ("perplexity", "bits_per_byte")
 
 def measure_harness(
     task: HarnessTask, model: Any, tokenizer: Any, keep: Callable[[dict[str, Any]], None]
-) -> list[Measured]:
+) -> list[TaskResult]:
     """What lm-eval measures, one entry for each of its tasks."""
     if importlib.util.find_spec("lm_eval") is None:
         problem = "needs the package lm-eval, which is not installed"
@@ -55,7 +55,7 @@ def _manager(task: HarnessTask) -> Any:
     return make(include_path=task.folder)
 
 
-def _measured(name: str, values: dict[str, Any], found: dict[str, Any]) -> Measured:
+def _measured(name: str, values: dict[str, Any], found: dict[str, Any]) -> TaskResult:
     count = found.get("n-samples", {}).get(name, {}).get("effective", 0)
     figures = []
     for key, value in values.items():
@@ -66,4 +66,4 @@ def _measured(name: str, values: dict[str, Any], found: dict[str, Any]) -> Measu
         shown = metric if filtered == "none" else f"{metric} ({filtered})"
         more = found.get("higher_is_better", {}).get(name, {}).get(metric, metric not in LESS_IS_BETTER)
         figures.append(Figure(shown, float(value), error if isinstance(error, float) else None, count, bool(more)))
-    return Measured(name, "lm-eval", figures)
+    return TaskResult(name, "lm-eval", figures)

@@ -17,10 +17,10 @@ from typing import Any
 
 from shardwise.evaluate.bars import Bar
 from shardwise.evaluate.client import Endpoint
-from shardwise.evaluate.figures import Figure, Measured, ratio
-from shardwise.evaluate.rows import Row, read_rows
+from shardwise.evaluate.figures import Figure, TaskResult, ratio
+from shardwise.evaluate.rows import EvalRow, read_rows
 from shardwise.evaluate.settings import JudgeTask
-from shardwise.evaluate.verdicts import Exchange, pair_prompt, read_rating, read_verdict, single_prompt
+from shardwise.evaluate.verdicts import JudgedTurns, pair_prompt, read_rating, read_verdict, single_prompt
 from shardwise.nn.generate import Sampling, replies
 
 ANSWERS, JUDGEMENTS = "answers.jsonl", "judgements.jsonl"
@@ -28,7 +28,7 @@ BATCH = {"cuda": 32, "cpu": 4}
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgeQuestion:
     """Turns that are put to a model one after the other."""
 
     id: str
@@ -37,12 +37,12 @@ class Question:
     references: tuple[str | None, ...]
 
 
-def read_judged(task: JudgeTask) -> list[Question]:
+def read_judged(task: JudgeTask) -> list[JudgeQuestion]:
     """The questions of a file: turns (or a single prompt), category, reference."""
     return [_question(number, row) for number, row in enumerate(read_rows(task.path, "path", task.limit))]
 
 
-def _question(number: int, row: Row) -> Question:
+def _question(number: int, row: EvalRow) -> JudgeQuestion:
     turns = row.get({}, "turns") or row.need({}, "prompt", ("question", "instruction"))
     turns = [turns] if isinstance(turns, str) else turns
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
@@ -52,7 +52,7 @@ def _question(number: int, row: Row) -> Question:
     padded = tuple([*references, *[None] * len(turns)][: len(turns)])
     category = row.get({}, "category")
     name = row.get({}, "question_id", ("id",))
-    return Question(
+    return JudgeQuestion(
         str(number if name is None else name), tuple(turns), None if category is None else str(category), padded
     )
 
@@ -142,7 +142,7 @@ def judge_all(
     folder: Path,
     bar: Bar,
     endpoint: Endpoint | None = None,
-) -> dict[str, Measured]:
+) -> dict[str, TaskResult]:
     """What the judge says of each model's answers; in pairs, of each but the first against the first."""
     place = Endpoint(task.url, task.model, task.key, task.judge_tokens, task.retries, task.timeout)
     court = _Court(task, endpoint or place, Store(folder / JUDGEMENTS))
@@ -150,7 +150,7 @@ def judge_all(
     first, *others = answers
     if task.mode == "single":
         cases = [
-            Case(single_prompt(e), q.id, turn, (label,))
+            JudgeCase(single_prompt(e), q.id, turn, (label,))
             for label in answers
             for q in questions
             for turn, e in enumerate(_exchanges(q, answers[label][q.id]), 1)
@@ -158,7 +158,7 @@ def judge_all(
         court.hear(cases, bar)
         return {label: court.grades(questions, answers[label]) for label in answers}
     cases = [
-        Case(prompt, q.id, turn, order)
+        JudgeCase(prompt, q.id, turn, order)
         for other in others
         for q in questions
         for turn, both in enumerate(_pairs(q, answers[first], answers[other]), 1)
@@ -168,20 +168,20 @@ def judge_all(
     return {other: court.duels(questions, answers[first], answers[other], first) for other in others}
 
 
-def _exchanges(question: Question, answers: Sequence[str]) -> list[Exchange]:
+def _exchanges(question: JudgeQuestion, answers: Sequence[str]) -> list[JudgedTurns]:
     """The conversation up to each of its turns."""
     counts = range(1, len(question.turns) + 1)
-    return [Exchange(question.turns[:n], answers[:n], question.references[n - 1]) for n in counts]
+    return [JudgedTurns(question.turns[:n], answers[:n], question.references[n - 1]) for n in counts]
 
 
-def _pairs(question: Question, first: dict[str, list[str]], other: dict[str, list[str]]) -> list[tuple[Any, Any]]:
+def _pairs(question: JudgeQuestion, first: dict[str, list[str]], other: dict[str, list[str]]) -> list[tuple[Any, Any]]:
     """For each turn both orders: the first model as A, then as B."""
     both = zip(_exchanges(question, first[question.id]), _exchanges(question, other[question.id]), strict=True)
     return [(pair_prompt(a, b), pair_prompt(b, a)) for a, b in both]
 
 
 @dataclass(frozen=True)
-class Case:
+class JudgeCase:
     """What is put to the judge, and whose answer to which turn it is about; of a pair, A's first."""
 
     messages: list[dict[str, str]]
@@ -199,7 +199,7 @@ class _Court:
     def _key(self, messages: list[dict[str, str]]) -> str:
         return key_of(self._task.model, self._task.judge_tokens, messages)
 
-    def hear(self, cases: Iterable[Case], bar: Bar) -> None:
+    def hear(self, cases: Iterable[JudgeCase], bar: Bar) -> None:
         """Asks for the judgements that are missing, several at a time."""
         missing = {key: case for case in cases if self._store.get(key := self._key(case.messages)) is None}
         advance = bar(len(missing))
@@ -214,7 +214,7 @@ class _Court:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, key: str, case: Case) -> None:
+    def _ask(self, key: str, case: JudgeCase) -> None:
         text = self._endpoint.ask(case.messages)
         verdict = read_rating(text) if self._task.mode == "single" else read_verdict(text)
         told = {"judge": self._task.model, "models": case.models, "question": case.question, "turn": case.turn}
@@ -224,9 +224,9 @@ class _Court:
     def _text(self, messages: list[dict[str, str]]) -> str:
         return str((self._store.get(self._key(messages)) or {})["judgement"])
 
-    def grades(self, questions: Sequence[Question], answers: dict[str, list[str]]) -> Measured:
+    def grades(self, questions: Sequence[JudgeQuestion], answers: dict[str, list[str]]) -> TaskResult:
         """Mean grade over questions (each the mean of its turns), by turn and by category."""
-        graded: list[tuple[Question, list[float | None]]] = [
+        graded: list[tuple[JudgeQuestion, list[float | None]]] = [
             (q, [read_rating(self._text(single_prompt(e))) for e in _exchanges(q, answers[q.id])]) for q in questions
         ]
         read = [value is not None for _, values in graded for value in values]
@@ -237,11 +237,11 @@ class _Court:
             figures += [_means(f"grade, turn {n + 1}", [[v] for v in turn]) for n, turn in enumerate(turns)]
         names = sorted({q.category for q in questions if q.category is not None})
         groups = {c: _means("grade", [values for q, values in graded if q.category == c]) for c in names}
-        return Measured(self._task.label, "judge", figures, groups, _told_unread(read))
+        return TaskResult(self._task.label, "judge", figures, groups, _told_unread(read))
 
     def duels(
-        self, questions: Sequence[Question], first: dict[str, list[str]], other: dict[str, list[str]], against: str
-    ) -> Measured:
+        self, questions: Sequence[JudgeQuestion], first: dict[str, list[str]], other: dict[str, list[str]], against: str
+    ) -> TaskResult:
         """Wins, ties and losses against the first model; what the swap contradicts is a tie."""
         scores: dict[str, list[float | None]] = {q.id: [] for q in questions}
         counts = {"win": 0, "tie": 0, "loss": 0}
@@ -264,7 +264,7 @@ class _Court:
         notes = [f"compared with {against}; a tie counts half"]
         if swayed:
             notes.append(f"{swayed} of {heard} comparisons turned with the order of the answers and count as ties")
-        return Measured(self._task.label, "judge", figures, {}, notes + _told_unread(read, pairs=True))
+        return TaskResult(self._task.label, "judge", figures, {}, notes + _told_unread(read, pairs=True))
 
 
 def _means(name: str, items: Sequence[Sequence[float | None]]) -> Figure:

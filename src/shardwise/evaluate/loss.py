@@ -21,7 +21,7 @@ from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import SourceStream, source_names
 from shardwise.data.prepare import prepare_data
 from shardwise.evaluate.bars import Bar
-from shardwise.evaluate.figures import Figure, Measured, ratio
+from shardwise.evaluate.figures import Figure, TaskResult, ratio
 from shardwise.evaluate.settings import LossTask
 from shardwise.nn.adapters.apply import Adapted
 from shardwise.nn.attention.varlen import set_attention
@@ -32,8 +32,8 @@ from shardwise.nn.models.source import ModelSource, stop_tokens
 from shardwise.nn.models.tasks import task_of
 from shardwise.objectives.make import make_objective
 from shardwise.parallel.routers.install import watch_routers
-from shardwise.parallel.selfcheck import Undivided, check_documents
-from shardwise.resolved_run import Job
+from shardwise.parallel.selfcheck import UnshardedModel, check_documents
+from shardwise.resolved_run import ResolvedRun
 from shardwise.train.heldout import evaluation_of, summed_losses
 
 UNTRAINED = Adapted(0, 0, 0, 0, None, (), None)
@@ -41,7 +41,7 @@ ALONE = ("causal", "seq2seq", "masked", "classify")  # objectives that need no m
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleProcess:
     """This process as a world of one."""
 
     device: torch.device
@@ -56,7 +56,7 @@ def measure_loss(
     tokenizer: Any,
     run: Run | None,
     bar: Bar,
-) -> Measured:
+) -> TaskResult:
     """Loss and perplexity on the task's data, or on what the run held out."""
     run, source = _settings(task, name, model, run)
     if source.attention:
@@ -65,7 +65,7 @@ def measure_loss(
     data, held_out = _data(task, run)
     stops = stop_tokens(tokenizer, getattr(model, "generation_config", None))
     prepared = _prepared(data, tokenizer, run, vocabulary, _classes(model), stops)
-    job = Job(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
+    job = ResolvedRun(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
     stores = [one.held_out if held_out else one.store for one in prepared.train]
     names = source_names(data.train)
     loader = make_loader(
@@ -74,9 +74,9 @@ def measure_loss(
     return _measure(task.label, job, model, loader, vocabulary, bar)
 
 
-def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, bar: Bar) -> Measured:
-    whole: Any = Undivided(model)
-    world: Any = Alone(model.device)
+def _measure(label: str, job: ResolvedRun, model: Any, loader: Loader, vocabulary: int, bar: Bar) -> TaskResult:
+    whole: Any = UnshardedModel(model)
+    world: Any = SingleProcess(model.device)
     notes: list[str] = []
     apart = check_documents(whole, vocabulary, job, world.device, notes.append)
     routers = watch_routers(model, job.source, job.run)
@@ -103,7 +103,7 @@ def _measure(label: str, job: Job, model: Any, loader: Loader, vocabulary: int, 
     groups = {} if len(loader.names) < 2 else {
         one: _ratio("loss", columns[:, :, first + i], more=False) for i, one in enumerate(loader.names)
     }  # fmt: skip
-    return Measured(label, "loss", figures, groups, notes)
+    return TaskResult(label, "loss", figures, groups, notes)
 
 
 def _ratio(name: str, pairs: np.ndarray, more: bool = True) -> Figure:

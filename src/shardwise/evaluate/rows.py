@@ -14,7 +14,7 @@ from shardwise.data.readers import look_up
 
 
 @dataclass(frozen=True)
-class Row:
+class EvalRow:
     """A row and where it stands."""
 
     where: str
@@ -41,16 +41,16 @@ class Row:
         return UserError(self.field, self.where, problem, remedy)
 
 
-def read_rows(path: str, field: str, limit: int | None = None) -> list[Row]:
+def read_rows(path: str, field: str, limit: int | None = None) -> list[EvalRow]:
     """The rows of a file or folder, at most `limit`; one that cannot be read is an error that names its line."""
-    rows: list[Row] = []
+    rows: list[EvalRow] = []
     for task in chunk_tasks(Source(path=path), field):
         for raw in read_chunk(task):
             if isinstance(raw, BadRow):
                 raise UserError(field, raw.where, raw.problem, raw.remedy)
             if not isinstance(raw.value, dict):
                 raise UserError(field, raw.where, "is text without columns", "give JSON lines, CSV or Parquet")
-            rows.append(Row(raw.where, raw.value, field))
+            rows.append(EvalRow(raw.where, raw.value, field))
             if limit is not None and len(rows) >= limit:
                 return rows
     if not rows:

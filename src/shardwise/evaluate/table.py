@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardwise.evaluate.figures import Difference, Figure, Measured, difference
+from shardwise.evaluate.figures import Figure, FigureDifference, TaskResult, difference
 from shardwise.observe.progress import _duration
 
 MOST_GROUPS = 60
@@ -19,7 +19,7 @@ INCOMPARABLE = {
 }
 
 
-def print_results(models: Sequence[str], results: dict[str, list[Measured]], console: Console) -> None:
+def print_results(models: Sequence[str], results: dict[str, list[TaskResult]], console: Console) -> None:
     """One table: a row per figure, a column per model that has results, with the difference to the first of all."""
     labels = [model for model in models if model in results]
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -45,7 +45,7 @@ def print_results(models: Sequence[str], results: dict[str, list[Measured]], con
         console.print("  in brackets: difference to the first model; * more than two standard errors", style="dim")
 
 
-def _add(table: Table, task: str, found: Sequence[Measured | None], compare: bool) -> None:
+def _add(table: Table, task: str, found: Sequence[TaskResult | None], compare: bool) -> None:
     seconds = [f"{_duration(m.seconds)}" if m else "" for m in found]
     names = list(dict.fromkeys(f.name for m in found if m for f in m.figures))
     for place, name in enumerate(names):
@@ -58,7 +58,7 @@ def _add(table: Table, task: str, found: Sequence[Measured | None], compare: boo
     table.add_row("", "[dim]time[/dim]", *(f"[dim]{s}[/dim]" for s in seconds))
 
 
-def _figure(measured: Measured | None, name: str) -> Figure | None:
+def _figure(measured: TaskResult | None, name: str) -> Figure | None:
     return next((f for f in measured.figures if f.name == name), None) if measured else None
 
 
@@ -86,7 +86,7 @@ def shown(figure: Figure | None) -> str:
     return text + (f" ± {figure.error:.4f}" if figure.error is not None else "")
 
 
-def shown_difference(found: Difference | None) -> str:
+def shown_difference(found: FigureDifference | None) -> str:
     """A difference to the first model, in brackets."""
     if found is None:
         return ""
@@ -94,7 +94,7 @@ def shown_difference(found: Difference | None) -> str:
     return f" ({found.value:+.4f}{error}){'*' if found.clear else ' '}"
 
 
-def _incomparable(one: Measured | None, first: Measured | None, name: str) -> bool:
+def _incomparable(one: TaskResult | None, first: TaskResult | None, name: str) -> bool:
     two, base = _figure(one, name), _figure(first, name)
     if two is None or base is None or math.isnan(two.value - base.value):
         return False

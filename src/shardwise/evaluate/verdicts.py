@@ -30,7 +30,7 @@ _PAIR_END = "Compare the two final replies, then close with one line: Verdict: A
 
 
 @dataclass(frozen=True)
-class Exchange:
+class JudgedTurns:
     """Questions of a conversation up to a turn, the answers to them, and what a right last answer is like."""
 
     questions: Sequence[str]
@@ -38,12 +38,12 @@ class Exchange:
     reference: str | None = None
 
 
-def single_prompt(exchange: Exchange) -> list[dict[str, str]]:
+def single_prompt(exchange: JudgedTurns) -> list[dict[str, str]]:
     """What the judge is asked about one model's answer."""
     return _messages(_SINGLE, [_reference(exchange), _told(exchange, "Assistant"), _SINGLE_END])
 
 
-def pair_prompt(first: Exchange, second: Exchange) -> list[dict[str, str]]:
+def pair_prompt(first: JudgedTurns, second: JudgedTurns) -> list[dict[str, str]]:
     """What the judge is asked about two; `first` is shown as A."""
     parts = [_reference(first), _told(first, "Assistant A"), _told(second, "Assistant B"), _PAIR_END]
     return _messages(_PAIR, parts)
@@ -63,13 +63,13 @@ def read_verdict(text: str) -> Verdict | None:
     return verdicts[found.pop()] if len(found) == 1 else None
 
 
-def _reference(exchange: Exchange) -> str:
+def _reference(exchange: JudgedTurns) -> str:
     if exchange.reference is None:
         return ""
     return f"<reference>\nA good reply to the last question:\n{exchange.reference}\n</reference>"
 
 
-def _told(exchange: Exchange, who: str) -> str:
+def _told(exchange: JudgedTurns, who: str) -> str:
     turns = zip(exchange.questions, exchange.answers, strict=True)
     lines = [f"### User\n{question}\n\n### {who}\n{answer}" for question, answer in turns]
     return f"<conversation with {who}>\n" + "\n\n".join(lines) + f"\n</conversation with {who}>"

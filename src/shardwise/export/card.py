@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from shardwise.export.facts import Facts
+from shardwise.export.facts import CardFacts
 from shardwise.export.markdown import table, text
 
 CURVE = "loss.svg"
@@ -20,7 +20,7 @@ PIPELINES = {
 
 
 def make_card(
-    facts: Facts, name: str, task: str, kind: str, library: str = "transformers", checked: Sequence[str] = ()
+    facts: CardFacts, name: str, task: str, kind: str, library: str = "transformers", checked: Sequence[str] = ()
 ) -> str:
     """The card as Markdown with a YAML head; `kind` is the type of the weights, `library` who loads them."""
     method = dict(facts.settings).get("method.type", "full")
@@ -38,14 +38,14 @@ def make_card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_card(folder: Path, facts: Facts, card: str) -> None:
+def write_card(folder: Path, facts: CardFacts, card: str) -> None:
     """README.md, and the curve that it shows."""
     (folder / "README.md").write_text(card, encoding="utf-8")
     if (curve := loss_svg(facts.records)) is not None:
         (folder / CURVE).write_text(curve, encoding="utf-8")
 
 
-def _front(facts: Facts, task: str, library: str, method: str) -> str:
+def _front(facts: CardFacts, task: str, library: str, method: str) -> str:
     import yaml
 
     head: dict[str, Any] = {
@@ -59,7 +59,7 @@ def _front(facts: Facts, task: str, library: str, method: str) -> str:
     return "---\n" + yaml.safe_dump(head, allow_unicode=True, sort_keys=False) + "---"
 
 
-def _about(facts: Facts, task: str, kind: str, method: str) -> str:
+def _about(facts: CardFacts, task: str, kind: str, method: str) -> str:
     start = f"fine-tuned from {text(facts.base or facts.base_name)}" if facts.base_name else "trained from scratch"
     way = "" if method == "full" else f" with {text(method)}"
     steps = f", {facts.step:,} steps" if facts.step is not None else ""
@@ -82,7 +82,7 @@ def _use(name: str, task: str, library: str) -> str:
     )
 
 
-def _data(facts: Facts) -> str:
+def _data(facts: CardFacts) -> str:
     rows = [
         (one.get("name", "?"), one.get("format", "?"), _count(one.get("rows")), _count(one.get("tokens")),
          _percent(one.get("learned_share")), _count(one.get("left_out")), _count(one.get("held_out")))
@@ -98,7 +98,7 @@ def _data(facts: Facts) -> str:
     return "\n\n".join(part for part in (table(head, rows), why) if part)
 
 
-def _training(facts: Facts) -> str:
+def _training(facts: CardFacts) -> str:
     last = {kind: [r for r in facts.records if r.get("kind") == kind][-1:] for kind in ("train", "eval")}
     rows = []
     for kind, label in (("train", "training"), ("eval", "held out")):
@@ -116,7 +116,7 @@ def _training(facts: Facts) -> str:
     return "\n\n".join(parts) or "Nothing is recorded."
 
 
-def _evaluation(facts: Facts) -> str:
+def _evaluation(facts: CardFacts) -> str:
     """Results as they come: whatever is a name, a metric or a number."""
     keys = [k for k in dict.fromkeys(k for one in facts.results for k in one) if _shown(facts.results, k)]
     rows = [[_cell(one.get(key, "")) for key in keys] for one in facts.results]

@@ -32,9 +32,9 @@ from shardwise.export.check import (
     sample_ids,
     too_large,
 )
-from shardwise.export.facts import Facts, gather, output_of, read_samples
+from shardwise.export.facts import CardFacts, gather, output_of, read_samples
 from shardwise.export.families import family_of, window_of
-from shardwise.export.gguf_file import KINDS, Plan, plan_gguf, write_gguf
+from shardwise.export.gguf_file import KINDS, GgufPlan, plan_gguf, write_gguf
 from shardwise.export.inference import from_checkpoint, with_adapter
 from shardwise.export.readers import judge
 from shardwise.export.vocabulary import vocabulary_of
@@ -126,7 +126,7 @@ def export_gguf(
         assert plan.source.weights is not None
         folder, extra = plan.source.weights, plan.source.extra
         load = partial(load_folder, folder, extra=None)
-        return _write_file(plan, target, Facts(base_name=path.name), load, (), check, unreadable, extra, say)
+        return _write_file(plan, target, CardFacts(base_name=path.name), load, (), check, unreadable, extra, say)
     checkpoint = find_checkpoint(path)
     _check_early(checkpoint, unreadable)
     facts, samples = _facts_of(checkpoint), read_samples(output_of(checkpoint))
@@ -144,7 +144,7 @@ def export_gguf(
 
 
 def _write_file(
-    plan: Plan, target: Path, facts: Facts, reference: Callable[[], Any], samples: Sequence[Sequence[int]],
+    plan: GgufPlan, target: Path, facts: CardFacts, reference: Callable[[], Any], samples: Sequence[Sequence[int]],
     check: Check, unreadable: bool, extra: Sequence[str], say: Say,
 ) -> Exported:  # fmt: skip
     partly, config = target.with_name(f".{target.name}.partial.gguf"), plan.source.config
@@ -212,7 +212,7 @@ def _check_early(checkpoint: Path, unreadable: bool) -> None:
     vocabulary_of(tokenizer, config.vocab_size, "--gguf")
 
 
-def _facts_of(checkpoint: Path) -> Facts:
+def _facts_of(checkpoint: Path) -> CardFacts:
     run = json.loads((checkpoint / RUN).read_text())
     return gather(run, output_of(checkpoint), int(read_trainer(checkpoint)["step"]))
 

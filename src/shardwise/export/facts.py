@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.core.redact import SECRET_SETTING
-from shardwise.data.statistics import SourceBill
+from shardwise.data.statistics import SourceStatistics
 from shardwise.nn.models.source import EMBEDDED
 from shardwise.observe.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 DATA = "data.json"
 SAMPLES = 4  # documents whose first tokens are kept for the check of an export
@@ -39,7 +39,7 @@ LEFT_OUT = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class CardFacts:
     """A run as its card needs it."""
 
     base: str | None = None  # hub id of the model it started from
@@ -54,7 +54,7 @@ class Facts:
     results: list[dict[str, Any]] = field(default_factory=list)
 
 
-def write_data(job: Job) -> None:
+def write_data(job: ResolvedRun) -> None:
     """Notes the bill of the run's sources, and a few token sequences to compare exports on."""
     from shardwise.data.mixing import source_names
 
@@ -64,7 +64,7 @@ def write_data(job: Job) -> None:
         if one.facts is None:
             continue  # a run that ended before its data were read
         held = one.facts.get("held_out", 0)
-        sources.append(SourceBill.from_facts(one.spec.source, name, one.facts, held_out=held).to_json())
+        sources.append(SourceStatistics.from_facts(one.spec.source, name, one.facts, held_out=held).to_json())
         first = len(one.store.table(0)) if one.store.has(0) else 0
         samples += [one.store.document(0, i)[0][:LENGTH].tolist() for i in range(min(first, SAMPLES))]
     spread = samples[:: max(1, len(samples) // SAMPLES)][:SAMPLES]
@@ -83,7 +83,7 @@ def output_of(checkpoint: Path) -> Path | None:
     return output if (output / "metrics.jsonl").is_file() else None
 
 
-def gather(run: dict[str, Any], output: Path | None, step: int | None = None) -> Facts:
+def gather(run: dict[str, Any], output: Path | None, step: int | None = None) -> CardFacts:
     """Everything that is known of a run, up to a step."""
     base, name, license_ = _base(run)
     known = _read(output / DATA if output else None)
@@ -92,7 +92,7 @@ def gather(run: dict[str, Any], output: Path | None, step: int | None = None) ->
     results = _read(output / "eval" / "results.json" if output else None).get("results")
     sources = known.get("train")
     seen = [r["tokens"] for r in records if r.get("kind") == "train" and isinstance(r.get("tokens"), (int, float))]
-    return Facts(
+    return CardFacts(
         base, name, license_, _datasets(run), _settings(run), step, int(sum(seen)) or None,
         [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else [],
         records,

@@ -54,7 +54,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GgufPlan:
     """Everything that is decided before a byte is written."""
 
     source: ModelSource
@@ -65,7 +65,7 @@ class Plan:
     files: dict[str, tuple[str, Path]]  # parameter → its name in a safetensors file
 
 
-def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable: bool = False) -> Plan:
+def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable: bool = False) -> GgufPlan:
     """Checks that a model can become a GGUF file and decides each tensor; raises UserError, naming what cannot."""
     from shardwise.nn.models.build import build_on_meta
     from shardwise.nn.models.readable import readable
@@ -89,7 +89,7 @@ def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable:
     family.settings(source.config)  # a setting that the file cannot say is found here
     vocabulary = vocabulary_of(source.load_tokenizer(), source.config.vocab_size, field)
     files = {name: (key, stored[key]) for name, key in names.items()}
-    return Plan(source, family, kind, vocabulary, tensors, files)
+    return GgufPlan(source, family, kind, vocabulary, tensors, files)
 
 
 def _made(
@@ -140,7 +140,7 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> Any:
     return chosen
 
 
-def write_gguf(plan: Plan, target: Path, name: str, say: Callable[[str], None] = lambda _: None) -> None:
+def write_gguf(plan: GgufPlan, target: Path, name: str, say: Callable[[str], None] = lambda _: None) -> None:
     """Writes the file; a failure leaves a part of it behind, which is the caller's to remove."""
     import gguf
 
@@ -188,7 +188,7 @@ def _packed(kind: Any) -> bool:
     return kind.name not in ("F32", "F16")
 
 
-def _read(plan: Plan, name: str) -> torch.Tensor:
+def _read(plan: GgufPlan, name: str) -> torch.Tensor:
     from safetensors import safe_open
 
     key, file = plan.files[name]

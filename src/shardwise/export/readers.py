@@ -29,7 +29,7 @@ OWN_ROUNDING = 0.05  # llama.cpp rounds activations and its cache, and has table
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReaderVerdict:
     """Whether a reader reads a file as the model that was trained, and why or why not."""
 
     reader: str
@@ -43,47 +43,53 @@ class Verdict:
         return f"{self.reader}: {'yes' if self.reads else 'no'}, {self.why}"
 
 
-def judge(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str, problem: str | None) -> list[Verdict]:
+def judge(
+    reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str, problem: str | None
+) -> list[ReaderVerdict]:
     """The verdicts on a file; `problem`: what llama.cpp has built in other than the model needs it, if known."""
     facts = open_gguf(file)
     as_llama, same = _by_rules(reference, file, facts, ids, kind, problem)
     plain = as_llama if same else _by_transformers(reference, file, facts, ids, kind)
     itself = None if as_llama.wrong else _by_llama_cpp(reference, file, ids, kind)
-    return [itself or as_llama, Verdict("transformers (gguf_file=)", plain.reads, plain.why)]
+    return [itself or as_llama, ReaderVerdict("transformers (gguf_file=)", plain.reads, plain.why)]
 
 
 def _by_rules(
     reference: Any, file: Path, facts: GgufFile, ids: Sequence[torch.Tensor], kind: str, problem: str | None
-) -> tuple[Verdict, bool]:
+) -> tuple[ReaderVerdict, bool]:
     """llama.cpp's rules, and the logits that follow from how it understands the settings.
 
     Also says whether transformers understands them the same way, so that its verdict is the same.
     """
     reader = "llama.cpp (by its rules)"
     if (why := refusal(facts) or problem) is not None:
-        return Verdict(reader, False, why), False
+        return ReaderVerdict(reader, False, why), False
     try:
         model, differing = load_gguf(file, auto_class(task_of(reference.config)), meaning(facts))
         outcome = compare(reference, model, ids, kind)
     except UNUSABLE as error:
-        return Verdict(reader, False, f"with its settings nothing can be computed ({first_line(error)})", True), False
+        return ReaderVerdict(
+            reader, False, f"with its settings nothing can be computed ({first_line(error)})", True
+        ), False
     if outcome.problem is not None:
-        return Verdict(reader, False, outcome.problem, wrong=True), not differing
-    return Verdict(reader, True, f"it reads all {len(facts.shapes)} tensors; {outcome.figures}"), not differing
+        return ReaderVerdict(reader, False, outcome.problem, wrong=True), not differing
+    return ReaderVerdict(reader, True, f"it reads all {len(facts.shapes)} tensors; {outcome.figures}"), not differing
 
 
-def _by_transformers(reference: Any, file: Path, facts: GgufFile, ids: Sequence[torch.Tensor], kind: str) -> Verdict:
+def _by_transformers(
+    reference: Any, file: Path, facts: GgufFile, ids: Sequence[torch.Tensor], kind: str
+) -> ReaderVerdict:
     reader = "transformers"
     try:
         model, _ = load_gguf(file, auto_class(task_of(reference.config)))
         outcome = compare(reference, model, ids, kind)
     except UNUSABLE as error:
-        return Verdict(reader, False, f"it cannot compute with it ({first_line(error)})")
+        return ReaderVerdict(reader, False, f"it cannot compute with it ({first_line(error)})")
     if outcome.problem is None:
-        return Verdict(reader, True, outcome.figures)
+        return ReaderVerdict(reader, True, outcome.figures)
     reasons = _unread(model, facts) + _misread(model.config, reference.config)
     figure = f"logits differ by {outcome.relative:.2%} of their spread on {outcome.tokens} tokens"
-    return Verdict(reader, False, "; ".join([*(reasons or [outcome.problem]), figure]))
+    return ReaderVerdict(reader, False, "; ".join([*(reasons or [outcome.problem]), figure]))
 
 
 def _unread(model: Any, facts: GgufFile) -> list[str]:
@@ -107,7 +113,7 @@ def _difference(key: str, got: Any, wanted: Any) -> str:
     return f"it reads {key} as {str(got)[:40]} instead of {str(wanted)[:40]}"
 
 
-def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str) -> Verdict | None:
+def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str) -> ReaderVerdict | None:
     """llama.cpp's own logits, where PyPI's llama-cpp-python is installed; None where it is not."""
     if find_spec("llama_cpp") is None or reference.config.is_encoder_decoder:
         return None
@@ -119,11 +125,11 @@ def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind:
             str(file), n_ctx=longest + 8, n_batch=longest + 8, logits_all=True, verbose=False, n_gpu_layers=0
         )
     except ValueError as error:
-        return Verdict(reader, False, f"it does not load it ({first_line(error)})")
+        return ReaderVerdict(reader, False, f"it does not load it ({first_line(error)})")
     outcome = compare_logits(reference, _asked(model), ids, kind)
     bound = max(BOUNDS[kind].logits, OWN_ROUNDING)
     figures = f"its logits differ by {outcome.relative:.2%} of their spread (bound {bound:.0%})"
-    return Verdict(reader, outcome.relative <= bound, f"{figures}; same first choice {outcome.same_top:.1%}")
+    return ReaderVerdict(reader, outcome.relative <= bound, f"{figures}; same first choice {outcome.same_top:.1%}")
 
 
 def _asked(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

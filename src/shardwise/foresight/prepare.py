@@ -1,6 +1,6 @@
 """Everything that is known before a process starts: the resolved run, the model's files, the data.
 
-`prepare_job` is called once by the launcher, where all mistakes surface, and its outcome goes to the ranks as one file.
+`prepare_run` is called once by the launcher, where all mistakes surface, and its outcome goes to the ranks as one file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.nn.models.adapt import adapt_model, labels_of, settle_attention
 from shardwise.nn.models.build import vocabulary_size
 from shardwise.nn.models.source import ModelSource, find_model
 from shardwise.nn.models.teacher import find_teacher
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from shardwise.nn.adapters.apply import Adapted
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 Gate = Callable[[ModelSource, Run, "Adapted"], Run]
 
 
-def prepare_job(
+def prepare_run(
     loaded: LoadedRun,
     say: Callable[[str], None] = lambda _: None,
     tell: Tell | None = None,
     gate: Gate = lambda source, run, adapted: run,
     epochs: Epochs | None = None,
-) -> Job:
+) -> ResolvedRun:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache.
 
     `gate` is asked once the model is known and before the data are read: it may refuse the run, or make it smaller.
@@ -107,7 +107,7 @@ def prepare_job(
     known: dict[str, Any] = {"purpose": purpose, "labels": labels_of(result.run), "stops": stops}
     data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, **known)
     output = Path(result.run.output).expanduser()
-    job = Job(result.run, result.reasons, source, tokenizer, data, adapted, output, teacher, epochs)
+    job = ResolvedRun(result.run, result.reasons, source, tokenizer, data, adapted, output, teacher, epochs)
     if not early:
         assert wanted is not None
         epochs = Epochs.of(wanted, job.loader().epoch_sequences)
@@ -140,7 +140,7 @@ def _never_full(run: Run, sequences: int, micro_given: bool) -> str:
     )
 
 
-def _check_resume(job: Job) -> None:
+def _check_resume(job: ResolvedRun) -> None:
     """A checkpoint that cannot be gone on from is told before any process starts; its files are hashed by the ranks."""
     from shardwise.checkpoint.integrity import verify
     from shardwise.checkpoint.store import check_same_data, choose_checkpoint
@@ -164,16 +164,16 @@ def _check_resume(job: Job) -> None:
             raise
 
 
-def write_job(job: Job, file: Path) -> None:
+def write_resolved_run(job: ResolvedRun, file: Path) -> None:
     """Hands a prepared job to the ranks."""
     values: dict[str, Any] = {"run": job.run.model_dump(mode="json"), "reasons": job.reasons}
     values["epochs"] = None if job.epochs is None else job.epochs.sizes
     file.write_text(json.dumps(values, indent=1))
 
 
-def read_job(file: Path) -> Job:
+def read_resolved_run(file: Path) -> ResolvedRun:
     """Takes a job up again in a rank; model and data come out of the cache."""
     values = json.loads(file.read_text())
     epochs = None if values["epochs"] is None else Epochs(tuple(values["epochs"]))
-    job = prepare_job(LoadedRun(Run.model_validate(values["run"])), epochs=epochs)
+    job = prepare_run(LoadedRun(Run.model_validate(values["run"])), epochs=epochs)
     return replace(job, reasons=values["reasons"])

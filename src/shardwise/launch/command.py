@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.core.errors import UserError
-from shardwise.core.redact import HIDDEN, SECRET_VARIABLE, hide
+from shardwise.core.redact import HIDDEN, SECRET_VARIABLE, redact
 from shardwise.launch.hosts import check_sizes, names_of, parse_hosts
 from shardwise.launch.submission import Backend, Submission, parse_env, parse_minutes
 
@@ -177,7 +177,7 @@ def _without_secrets(text: str, asked: Submission) -> str:
         if SECRET_VARIABLE.search(name) and value:
             for form in (value, shlex.quote(value), json.dumps(value)[1:-1]):
                 text = text.replace(form, HIDDEN)
-    return hide(text)
+    return redact(text)
 
 
 def _ranks(run: Run) -> int:

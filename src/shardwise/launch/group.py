@@ -21,7 +21,7 @@ ASKED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)  # ends of ranks that were as
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankCommand:
     """What every rank of this host runs, whatever the round."""
 
     arguments: tuple[str, ...]  # of `shardwise`
@@ -32,7 +32,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RanksEnded:
     """How a host's ranks ended: the codes, and of the one to blame its number and last words."""
 
     codes: tuple[int, ...]
@@ -44,10 +44,12 @@ class Ended:
         return all(code in ASKED for code in self.codes) and any(self.codes)
 
 
-class Group:
+class RankGroup:
     """Running ranks."""
 
-    def __init__(self, plan: Plan, round_: int, seats: tuple[Seat, ...], place: int, interface: str | None) -> None:
+    def __init__(
+        self, plan: RankCommand, round_: int, seats: tuple[Seat, ...], place: int, interface: str | None
+    ) -> None:
         self._plan, self.round, self.killed = plan, round_, False
         self._deadline: float | None = None
         first = sum(seat.ranks for seat in seats[:place])
@@ -104,7 +106,7 @@ class Group:
         for child in self._children:
             child.wait()
 
-    def poll(self) -> Ended | None:
+    def poll(self) -> RanksEnded | None:
         """How they ended; when one fails the others have a moment to say why and are killed. None while they run."""
         codes = [child.poll() for child in self._children]
         if None not in codes:
@@ -116,7 +118,7 @@ class Group:
             return blamed
         return None
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> RanksEnded:
         codes = [child.poll() for child in self._children]
         bad = [index for index, code in enumerate(codes) if code not in (None, *ASKED)]
         words = ""
@@ -124,7 +126,7 @@ class Group:
             # A mistake before a crash, a killed rank before those that lost it.
             index = min(bad, key=lambda i: (codes[i] != 2, (codes[i] or 0) >= 0))
             words = _reason(self.logs[index], codes[index] or 0)
-        return Ended(tuple(1 if code is None else code for code in codes), words)
+        return RanksEnded(tuple(1 if code is None else code for code in codes), words)
 
 
 def let_them_speak(children: list[subprocess.Popen[bytes]]) -> None:

@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any
 
 from shardwise.core.cpu_probe import cpu_env, threads_for
-from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, UserError
-from shardwise.core.redact import hide
-from shardwise.foresight.prepare import write_job
+from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, WordedUserError
+from shardwise.core.redact import redact
+from shardwise.foresight.prepare import write_resolved_run
 from shardwise.launch.group import POLL, let_them_speak
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 from shardwise.train.status import STACKS, logs_of, read_status
 
 # Ranks vote as a step begins: a signal that meets them within one is acted on at the end of the next.
@@ -33,7 +33,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TI
 PASSING = ("CUDA error", "Input/output error", "Stale file handle", "Resource temporarily unavailable")
 
 
-def launch(job: Job) -> None:
+def launch(job: ResolvedRun) -> None:
     """Runs a job on local ranks; returns when it finished, raises RunFailed, UserError or Interrupted otherwise.
 
     A run that lost a rank is started again from its last checkpoint, as often as `restarts` says.
@@ -71,16 +71,16 @@ def _kept(file: Path) -> Iterator[None]:
     try:
         yield
     except RunFailed as failure:
-        file.write_text(json.dumps({"time": time.time(), "reason": hide(str(failure))}))
+        file.write_text(json.dumps({"time": time.time(), "reason": redact(str(failure))}))
         raise
 
 
-def _attempt(job: Job, signals: _Signals) -> None:
+def _attempt(job: ResolvedRun, signals: _Signals) -> None:
     import torch.distributed as dist
 
     logs = logs_of(job.output)
     job_file = job.output / "job.json"
-    write_job(job, job_file)
+    write_resolved_run(job, job_file)
     # The supervisor hosts the meeting point, so there is no race for a port and no rank is special.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks = int(job.run.ranks)
@@ -107,7 +107,7 @@ def _keep_logs(logs: Path, number: int) -> None:
         file.rename(folder / file.name)
 
 
-def _start(job: Job, job_file: Path, rank: int, ranks: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
+def _start(job: ResolvedRun, job_file: Path, rank: int, ranks: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
     threads = threads_for(ranks)
     env = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
@@ -153,7 +153,7 @@ class _Signals:
                 child.send_signal(signal.SIGKILL if self.hurried else number)
 
 
-def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, job: Job) -> None:
+def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, job: ResolvedRun) -> None:
     while True:
         codes, number = [child.poll() for child in children], signals.received
         if children and all(code == 0 for code in codes):
@@ -170,7 +170,7 @@ def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Pat
         time.sleep(POLL)
 
 
-def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
+def _explain(codes: list[int | None], logs: Path, job: ResolvedRun) -> Exception:
     """The one cause among the deaths: a killed rank before a lost connection, the user's mistake before both."""
     from shardwise.launch.restarts import Lost, Wrong
 
@@ -180,7 +180,7 @@ def _explain(codes: list[int | None], logs: Path, job: Job) -> Exception:
             notes[rank] = json.loads((logs / f"rank-{rank}.error.json").read_text())
     mistakes = [note for note in notes.values() if note["kind"] == "user"]
     if mistakes:
-        return _AlreadyWorded(mistakes[0]["reason"])
+        return WordedUserError(mistakes[0]["reason"])
     if stalls := [note for note in notes.values() if note["kind"] == "stall"]:
         return Lost(f"{stalls[0]['reason']}\n  → {_how_to_go_on(job)}")
     if gone_wrong := [note for note in notes.values() if note["kind"] == "back"]:
@@ -222,7 +222,7 @@ def _guess(number: int) -> str:
     }.get(signal.Signals(number), "")
 
 
-def _how_to_go_on(job: Job) -> str:
+def _how_to_go_on(job: ResolvedRun) -> str:
     from shardwise.checkpoint.folders import list_checkpoints, newest_step
     from shardwise.checkpoint.host_copies import newest_copy
 
@@ -233,10 +233,3 @@ def _how_to_go_on(job: Job) -> str:
     if not found:
         return "no checkpoint was written yet: the same command starts afresh"
     return f"the same command goes on from {found[-1].name}"
-
-
-class _AlreadyWorded(UserError):
-    """A user's mistake that a rank found: its message is complete."""
-
-    def __init__(self, text: str) -> None:
-        Exception.__init__(self, text)

@@ -30,11 +30,11 @@ from shardwise.checkpoint.folders import newest_step
 from shardwise.checkpoint.host_copies import HOST_VARIABLE, forget_copies, newest_copy
 from shardwise.config.units import in_words
 from shardwise.core.errors import UserError
-from shardwise.core.waiting import Waiting
+from shardwise.core.waiting import WaitReporter
 from shardwise.launch import rendezvous_progress as waiting
-from shardwise.launch.group import Ended, Group, Plan
-from shardwise.launch.rendezvous import Answer, Meeting, Report, Rules, Seat
-from shardwise.launch.rendezvous_link import Keeper, Line, Place, free_port, interface_towards, lead
+from shardwise.launch.group import RankCommand, RankGroup, RanksEnded
+from shardwise.launch.rendezvous import HostReport, Rendezvous, RoundOrder, Rules, Seat
+from shardwise.launch.rendezvous_link import Keeper, Line, RendezvousAddress, free_port, interface_towards, lead
 from shardwise.launch.token import HOW, take_token
 
 TICK, BEAT = 0.1, 1.0  # seconds between looks at the ranks, and between reports
@@ -44,11 +44,11 @@ GOODBYE = 10.0  # seconds that a finished host tries to hear that all others hav
 
 
 @dataclass(frozen=True)
-class Settings:
+class AgentSettings:
     """Where and with whom."""
 
     name: str
-    place: Place
+    place: RendezvousAddress
     rules: Rules
     ranks: int
     wait: float  # seconds without enough hosts after which the host gives up
@@ -58,7 +58,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Asked:
+class NodeOptions:
     """The command's options."""
 
     hosts: str
@@ -79,19 +79,19 @@ class Asked:
 class Node:
     """The agent's loop and what it knows."""
 
-    def __init__(self, settings: Settings, plan: Plan) -> None:
+    def __init__(self, settings: AgentSettings, plan: RankCommand) -> None:
         self._settings, self._plan = settings, plan
         self._line = Line(settings.place)
         self._keeper: Keeper | None = None
-        self._group: Group | None = None
+        self._group: RankGroup | None = None
         host = f"{settings.name}-{uuid.uuid4().hex[:8]}"
-        self._report = Report(host, settings.name, settings.ranks, free_port(), "waiting")
+        self._report = HostReport(host, settings.name, settings.ranks, free_port(), "waiting")
         self._signals = 0
         now = time.monotonic()
         self._reached, self._idle, self._asked_at = now, now, now
         self._withdrawn = False
         self._silent = False  # whether it was told that nobody can be reached
-        self._waiting = Waiting()
+        self._waiting = WaitReporter()
 
     def run(self) -> int:
         """Until the run ends; the exit code."""
@@ -154,7 +154,7 @@ class Node:
             return self._obey(answer)
         place, gone = self._settings.place, now - self._reached
         if self._keeper is None and self._group is None:
-            self._keeper = lead(place, Meeting(rules, self._report.host), self._say)
+            self._keeper = lead(place, Rendezvous(rules, self._report.host), self._say)
             if self._keeper is not None:
                 self._say(f"hosts meet here: {place.host}:{place.port}")
                 if place.token is None and not place.is_loopback():
@@ -178,7 +178,7 @@ class Node:
             self._say(waiting.nobody(place, self._line.trouble, waited, self._settings.wait))
         return None
 
-    def _obey(self, answer: Answer) -> int | None:
+    def _obey(self, answer: RoundOrder) -> int | None:
         if self._group is not None:
             if answer.order == "stop" and self._group.stop():  # again and again: it kills when the grace is over
                 self._asked_at = time.monotonic()
@@ -201,7 +201,7 @@ class Node:
                 self._say(waiting.for_others(answer, rules, self._settings.place, waited, wait if keeps else None))
         return None
 
-    def _start(self, answer: Answer) -> None:
+    def _start(self, answer: RoundOrder) -> None:
         seats = answer.seats
         place = next(index for index, seat in enumerate(seats) if seat.host == self._report.host)
         if place and not self._sees(seats[0]):
@@ -214,7 +214,7 @@ class Node:
         others = [seat for index, seat in enumerate(seats) if index != place]
         interface = interface_towards(others[0].address if others else seats[0].address)
         self._waiting.over()
-        self._group = Group(self._plan, answer.round, seats, place, interface)
+        self._group = RankGroup(self._plan, answer.round, seats, place, interface)
         self._report = replace(self._report, state="running", round=answer.round, code=0, words="")
         ranks = sum(seat.ranks for seat in seats)
         waited = time.monotonic() - self._idle
@@ -250,7 +250,7 @@ class Node:
             return
         self._signals = number if not self._signals else 100 + number
 
-    def _tell_end(self, answer: Answer) -> None:
+    def _tell_end(self, answer: RoundOrder) -> None:
         if answer.code == 0:
             self._say("done")
         elif answer.code > 128:
@@ -296,7 +296,7 @@ class Node:
         self._withdrawn = True
 
 
-def _outcome(group: Group, ended: Ended) -> dict[str, Any]:
+def _outcome(group: RankGroup, ended: RanksEnded) -> dict[str, Any]:
     if all(code == 0 for code in ended.codes):
         return {"state": "done"}
     if 2 in ended.codes and not group.killed:
@@ -306,7 +306,7 @@ def _outcome(group: Group, ended: Ended) -> dict[str, Any]:
     return {"state": "failed", "code": 1, "words": ended.words}
 
 
-def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
+def run_node(run_file: Path, overrides: list[str], asked: NodeOptions) -> int:
     """Checks the run for every number of hosts, then runs this host's part of it; the exit code."""
     from shardwise.config.load import load_run
     from shardwise.core.cpu_probe import threads_for
@@ -324,12 +324,12 @@ def run_node(run_file: Path, overrides: list[str], asked: Asked) -> int:
         problem = f"--hosts {hosts} starts as soon as all are there, so nobody is waited for then"
         raise UserError("--last-call", in_words(asked.last_call), problem, "leave it out, or allow more: --hosts N:M")
     last_call = LAST_CALL if asked.last_call is None else asked.last_call
-    place = Place.parse(asked.meet, asked.id or str(output), token)
+    place = RendezvousAddress.parse(asked.meet, asked.id or str(output), token)
     rules = Rules(hosts.least, hosts.most, asked.patience, last_call, asked.restarts)
-    settings = Settings(name, place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw)
+    settings = AgentSettings(name, place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw)
     arguments = ("train", str(run_file), *overrides)
     env = {HOST_VARIABLE: settings.name}
-    return Node(settings, Plan(arguments, output / "logs", threads_for(ranks), asked.grace, env)).run()
+    return Node(settings, RankCommand(arguments, output / "logs", threads_for(ranks), asked.grace, env)).run()
 
 
 def name_here() -> str:

@@ -32,7 +32,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Report:
+class HostReport:
     """What a host says of itself."""
 
     host: str  # unique: a restarted agent is another one
@@ -46,7 +46,7 @@ class Report:
     step: int = -1  # of the newest checkpoint it sees
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Report:
+    def read(cls, values: dict[str, Any]) -> HostReport:
         """From what came over the network; ValueError if it is no report: it must not get into the book."""
         report = cls(**values)
         for name in (report.host, report.name):  # one becomes the name of a file, both are written to terminals
@@ -74,7 +74,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RoundOrder:
     """What the host is to do; `seats` for a round to run, `code` and `words` for the end."""
 
     order: Order
@@ -91,15 +91,15 @@ class Answer:
 
 
 @dataclass
-class _Host:
-    report: Report
+class _KnownHost:
+    report: HostReport
     address: str
     since: float
     seen: float
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """The keeper's book: `hear` a report, get the answer."""
 
     rules: Rules
@@ -109,17 +109,17 @@ class Meeting:
     ending: tuple[int, str] | None = None
     failures: int = 0
     notes: list[str] = field(default_factory=list)  # what happened, for the keeper's log; it takes them out
-    _hosts: dict[str, _Host] = field(default_factory=dict)
+    _hosts: dict[str, _KnownHost] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _breaking: Order | None = None  # how the round's ranks are being ended
     _failed: tuple[frozenset[str], int, str] | None = None  # hosts, newest step and words of the last failure
     _step: int = -1  # newest checkpoint when a failure was last counted
     _last: tuple[str, ...] = ()  # the order of the last round's hosts
 
-    def hear(self, report: Report, address: str, now: float) -> Answer:
+    def hear(self, report: HostReport, address: str, now: float) -> RoundOrder:
         """Takes a report in and says what this host is to do."""
         known = self._hosts.get(report.host)
-        self._hosts[report.host] = _Host(report, address, known.since if known else now, now)
+        self._hosts[report.host] = _KnownHost(report, address, known.since if known else now, now)
         if known is None:
             self.notes.append(f"{report.name} ({address}) has come")
         if not self.seats:
@@ -149,7 +149,7 @@ class Meeting:
             if why:
                 self.notes.append(why)
 
-    def _react(self, report: Report) -> None:
+    def _react(self, report: HostReport) -> None:
         member = any(seat.host == report.host for seat in self.seats)
         current = member and report.round == self.round
         if report.state == "mistake" and (member or not self.seats):
@@ -194,11 +194,11 @@ class Meeting:
         # A host that was not told yet that the round began is as good as running: it may be starting.
         return report.state if report.round == self.round or self._breaking is not None else "running"
 
-    def _choose(self, ready: list[_Host]) -> list[_Host]:
+    def _choose(self, ready: list[_KnownHost]) -> list[_KnownHost]:
         """More hosts than may take part: those of the last round, then who came first."""
         return sorted(ready, key=lambda h: (h.report.host not in self._last, h.since))[: self.rules.most]
 
-    def _begin(self, hosts: list[_Host]) -> None:
+    def _begin(self, hosts: list[_KnownHost]) -> None:
         names = frozenset(h.report.host for h in hosts)
         if self._failed is not None:
             self._count_failure(names)
@@ -234,21 +234,21 @@ class Meeting:
     def _end(self, code: int, words: str) -> None:
         self.ending = (code, words)
 
-    def _answer(self, report: Report) -> Answer:
+    def _answer(self, report: HostReport) -> RoundOrder:
         if self.ending is not None:
             code, words = self.ending
             if report.state == "running":
-                return Answer("stop" if code != 2 else "kill", self.round)
+                return RoundOrder("stop" if code != 2 else "kill", self.round)
             self._told.add(report.host)
-            return Answer("end", self.round, code=code, words=words)
+            return RoundOrder("end", self.round, code=code, words=words)
         if report.state == "mistake":  # of a newcomer: the others go on without it
-            return Answer("end", self.round, code=2, words=report.words, alone=True)
+            return RoundOrder("end", self.round, code=2, words=report.words, alone=True)
         member = any(seat.host == report.host for seat in self.seats)
         if report.state == "running":
             if not member or report.round != self.round:
-                return Answer("kill", self.round)
-            return Answer(self._breaking or "run", self.round, self.seats)
+                return RoundOrder("kill", self.round)
+            return RoundOrder(self._breaking or "run", self.round, self.seats)
         if member and self._breaking is None and report.round < self.round:
-            return Answer("run", self.round, self.seats)
+            return RoundOrder("run", self.round, self.seats)
         names = tuple(entry.report.name for entry in self._hosts.values())
-        return Answer("wait", self.round, there=names, training=0 if member else len(self.seats))
+        return RoundOrder("wait", self.round, there=names, training=0 if member else len(self.seats))

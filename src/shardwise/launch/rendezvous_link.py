@@ -24,7 +24,7 @@ from shardwise.config.diloco import split_address
 from shardwise.core.bounded_threads import BoundedThreads
 from shardwise.core.errors import UserError
 from shardwise.launch import token as tokens
-from shardwise.launch.rendezvous import Answer, Meeting, Report, Seat
+from shardwise.launch.rendezvous import HostReport, Rendezvous, RoundOrder, Seat
 
 LONGEST = 65536  # bytes of a report: whoever sends more is none of ours
 LONGEST_ANSWER = 4 << 20  # it names every host
@@ -35,7 +35,7 @@ STRANGER = "what answers there does not know this run's token"
 
 
 @dataclass(frozen=True)
-class Place:
+class RendezvousAddress:
     """Where hosts meet, and the run's name there: agents of another run are turned away."""
 
     host: str
@@ -44,7 +44,7 @@ class Place:
     token: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, text: str, run: str, token: str | None = None) -> Place:
+    def parse(cls, text: str, run: str, token: str | None = None) -> RendezvousAddress:
         try:
             return cls(*split_address(text), run, token)
         except ValueError:
@@ -73,13 +73,13 @@ class Place:
 class Line:
     """The way to the keeper. Its address is looked up while nothing runs: a name server may be cut off as well."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RendezvousAddress) -> None:
         self._place = place
         self._address: str | None = None
         self._known = False  # whether a keeper of this run has answered
         self.trouble = ""  # why nobody could be asked the last time
 
-    def ask(self, report: Report) -> Answer | None:
+    def ask(self, report: HostReport) -> RoundOrder | None:
         """Reports to the keeper; None if it cannot be reached."""
         try:
             if self._address is None or report.state != "running":
@@ -93,7 +93,7 @@ class Line:
             if "refused" in values:
                 raise self._mistake(str(values["refused"]), "use a port of its own for each run")
             seats = tuple(Seat(**seat) for seat in values["seats"])
-            return Answer(**values | {"seats": seats, "there": tuple(str(name) for name in values["there"])})
+            return RoundOrder(**values | {"seats": seats, "there": tuple(str(name) for name in values["there"])})
         except socket.gaierror as error:
             self.trouble = f"{self._place.host} is not known here: {error.strerror}"
         except OSError as error:
@@ -179,7 +179,9 @@ def free_port() -> int:
 class Keeper:
     """Serves the book of a meeting until it is closed."""
 
-    def __init__(self, place: Place, meeting: Meeting, tell: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, place: RendezvousAddress, meeting: Rendezvous, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.meeting, self._place, self._lock = meeting, place, threading.Lock()
         self._tell, self._refused = tell, set[str]()
         keeper = self
@@ -226,7 +228,7 @@ class Keeper:
             return {"refused": "another run meets there"}
         if address.startswith("127.") or address == "::1":
             address = self._place.host  # the keeper's own agent: others know it by the name that they were given
-        report = Report.read(values["report"])
+        report = HostReport.read(values["report"])
         with self._lock:
             return self.meeting.hear(report, address, time.monotonic()).as_json()
 
@@ -257,7 +259,7 @@ class _Server(BoundedThreads, socketserver.TCPServer):
         super().__init__(address, *args, connections=CONNECTIONS, **kwargs)
 
 
-def lead(place: Place, meeting: Meeting, tell: Callable[[str], None] = lambda _: None) -> Keeper | None:
+def lead(place: RendezvousAddress, meeting: Rendezvous, tell: Callable[[str], None] = lambda _: None) -> Keeper | None:
     """Keeps the book if the place is on this host and nobody else here does."""
     if not place.is_here():
         return None

@@ -6,13 +6,13 @@ Not at once, for hosts are seldom started together, and ever more seldom: a clus
 from __future__ import annotations
 
 from shardwise.config.units import in_words
-from shardwise.launch.rendezvous import Answer, Rules
-from shardwise.launch.rendezvous_link import Place
+from shardwise.launch.rendezvous import RoundOrder, Rules
+from shardwise.launch.rendezvous_link import RendezvousAddress
 
 SHOWN = 8  # names
 
 
-def nobody(place: Place, trouble: str, waited: float, wait: float) -> str:
+def nobody(place: RendezvousAddress, trouble: str, waited: float, wait: float) -> str:
     """Of a host that reaches no other."""
     if place.is_here():  # we would keep the meeting, could we have the port
         return f"no meeting of hosts at {place.host}:{place.port}, and the port is taken ({trouble})"
@@ -22,7 +22,7 @@ def nobody(place: Place, trouble: str, waited: float, wait: float) -> str:
     )
 
 
-def gave_up(place: Place, trouble: str, wait: float) -> str:
+def gave_up(place: RendezvousAddress, trouble: str, wait: float) -> str:
     """Of a host that has reached no other in all its time."""
     return (
         f"nobody could be reached at {place.host}:{place.port} within {in_words(wait)} (--wait): {trouble}\n"
@@ -30,7 +30,7 @@ def gave_up(place: Place, trouble: str, wait: float) -> str:
     )
 
 
-def too_few(answer: Answer, rules: Rules, wait: float) -> str:
+def too_few(answer: RoundOrder, rules: Rules, wait: float) -> str:
     """Of the host where they meet, when not enough came in all its time."""
     came = f"{len(answer.there)} host{'s' * (len(answer.there) != 1)} came"
     return (
@@ -39,7 +39,7 @@ def too_few(answer: Answer, rules: Rules, wait: float) -> str:
     )
 
 
-def for_others(answer: Answer, rules: Rules, place: Place, waited: float, wait: float | None) -> str:
+def for_others(answer: RoundOrder, rules: Rules, place: RendezvousAddress, waited: float, wait: float | None) -> str:
     """Of a host that has reached the meeting and is told to wait; `wait`: how long, where it decides that itself."""
     there, missing = len(answer.there), rules.least - len(answer.there)
     if answer.training >= rules.most:

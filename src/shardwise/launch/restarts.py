@@ -14,7 +14,7 @@ from shardwise.checkpoint.folders import list_checkpoints, newest_step, put_asid
 from shardwise.checkpoint.host_copies import newest_copy
 from shardwise.checkpoint.integrity import verify
 from shardwise.core.errors import RunFailed
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 
 
 class Lost(RunFailed):
@@ -28,13 +28,13 @@ class Wrong(Lost):
 class Restarts:
     """Counts the starts since the last checkpoint that was won."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ResolvedRun) -> None:
         self._job, self._most, self._spent = job, job.run.restarts, 0
         self._root = job.output / "checkpoints"
         self._before = self._newest()
         self._known = (self._before, newest_copy(job.output))
 
-    def after(self, failure: Lost) -> tuple[Job, str]:
+    def after(self, failure: Lost) -> tuple[ResolvedRun, str]:
         """The job to start next and what to tell of it; raises the failure where there is to be no other start."""
         damaged = aside(self._root)
         newest, copy = self._newest(), newest_copy(self._job.output)

@@ -17,10 +17,10 @@ from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, UserError
 from shardwise.data.mixing import all_names
 from shardwise.foresight.plan.worth import worth_predicting
-from shardwise.foresight.prepare import prepare_job
+from shardwise.foresight.prepare import prepare_run
 from shardwise.nn.models.source import ModelSource
 from shardwise.observe.tokenising import TokenisingProgress
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 from shardwise.train.result import Result
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class Trainer:
         self.loaded = load_run(run, overrides)
         self.prediction: Prediction | None = None
         self._force = force
-        self._job: Job | None = None
+        self._job: ResolvedRun | None = None
         self._folder = _SoleUser(Path(self.loaded.run.output).expanduser())
 
-    def prepare(self, say: Callable[[str], None] = lambda _: None) -> Job:
+    def prepare(self, say: Callable[[str], None] = lambda _: None) -> ResolvedRun:
         """Checks everything and readies model and data, without starting a process.
 
         An output folder that is there already is held from here on, to the end of `fit`.
@@ -58,7 +58,7 @@ class Trainer:
                     ready_helper()  # it imports while the data are read
                 with TokenisingProgress(all_names(self.loaded.run.data)) as bars:
                     tell = bars.update if os.environ.get("RANK", "0") == "0" else None
-                    self._job = prepare_job(self.loaded, say, tell, partial(self._gate, say))
+                    self._job = prepare_run(self.loaded, say, tell, partial(self._gate, say))
                 if self._job.run.parallel.beyond_data and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                     from shardwise.train.trial.check import check_axes
 
@@ -104,7 +104,7 @@ class Trainer:
         finally:
             self._folder.release()
 
-    def _fit_here(self, job: Job, say: Callable[[str], None]) -> None:
+    def _fit_here(self, job: ResolvedRun, say: Callable[[str], None]) -> None:
         from shardwise.core.cpu_probe import cpu_env
         from shardwise.launch.worker import run_rank
         from shardwise.train.status import Status, logs_of
@@ -119,7 +119,7 @@ class Trainer:
                 f"stopped at step {outcome.step}; the same command goes on from there", 128 + outcome.stopped_by
             )
 
-    def _result(self, job: Job) -> Result:
+    def _result(self, job: ResolvedRun) -> Result:
         from shardwise.observe.metrics import read_metrics
 
         summary = json.loads((job.output / "result.json").read_text())

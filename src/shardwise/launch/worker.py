@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.core.errors import OutOfMemory, RunFailed, UserError
 from shardwise.core.process import die_with_parent, leave
-from shardwise.core.redact import hide
+from shardwise.core.redact import redact
 from shardwise.train.status import logs_of
 
 if TYPE_CHECKING:
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
     from shardwise.train.loop import Outcome
-    from shardwise.train.setup import Parts
+    from shardwise.train.setup import TrainState
     from shardwise.train.status import Status
 
 
 def run_rank(
-    job: Job, status: Status, say: Callable[[str], None] = lambda _: None, supervised: bool = False
+    job: ResolvedRun, status: Status, say: Callable[[str], None] = lambda _: None, supervised: bool = False
 ) -> Outcome:
     """Trains as the rank that the environment describes; `supervised` by one that reads its last note (local.py)."""
     import torch
     import torch.distributed as dist
 
-    from shardwise.core.host_memory import HostWatch
+    from shardwise.core.host_memory import HostMemoryWatch
     from shardwise.diloco.worker import join_others
     from shardwise.distributed.mesh import init_world
     from shardwise.parallel.offload.disk import DiskFolder
@@ -50,8 +50,8 @@ def run_rank(
     logs, attempt = logs_of(job.output), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     tell = partial(_last_words, logs / f"rank-{world.rank}.error.json", world.rank, status, not supervised)
     watchdog = Watchdog(world, status, job.run.timeout, logs, partial(tell, "stall"), attempt)
-    parts: Parts | None = None
-    host = HostWatch(partial(tell, "run")) if world.local_rank == 0 else nullcontext()
+    parts: TrainState | None = None
+    host = HostMemoryWatch(partial(tell, "run")) if world.local_rank == 0 else nullcontext()
     with watchdog, host, DiskFolder(job.offload_folder, world.rank, world.size) as disk:
         try:
             parts = build_parts(job, world, status, say if world.is_main else lambda _: None, disk)
@@ -71,7 +71,7 @@ def _last_words(note: Path, rank: int, status: Status, aloud: bool, kind: str, v
         print(f"error: {verdict}", file=sys.stderr, flush=True)
 
 
-def _shortage(error: Exception, job: Job, parts: Parts | None) -> str:
+def _shortage(error: Exception, job: ResolvedRun, parts: TrainState | None) -> str:
     """What was there when a device ran full, beside what was foreseen."""
     import torch
 
@@ -92,17 +92,19 @@ def main(job_file: Path, parent: int) -> NoReturn:
         signal.signal(number, leave)  # until the loop takes over there is nothing to save
     die_with_parent(parent)
     faulthandler.enable()  # a crash in native code leaves its stack in the log
-    from shardwise.foresight.prepare import read_job
+    from shardwise.foresight.prepare import read_resolved_run
     from shardwise.train.status import Status
 
     rank, logs = int(os.environ["RANK"]), logs_of(job_file.parent)
     status = Status(logs / f"rank-{rank}.status")
     code = 0
     try:
-        outcome = run_rank(read_job(job_file), status, lambda text: print(f"  {text}", flush=True), supervised=True)
+        outcome = run_rank(
+            read_resolved_run(job_file), status, lambda text: print(f"  {text}", flush=True), supervised=True
+        )
         code = 128 + outcome.stopped_by if outcome.stopped_by else 0
     except BaseException as error:
-        print(hide(traceback.format_exc()), file=sys.stderr)
+        print(redact(traceback.format_exc()), file=sys.stderr)
         note = failure_note(error, rank, status)
         (logs / f"rank-{rank}.error.json").write_text(json.dumps(note))
         code = 2 if isinstance(error, UserError) else 1
@@ -119,7 +121,7 @@ def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, o
     reason = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
     kind = "user" if isinstance(error, UserError) else error.kind if isinstance(error, RunFailed) else "bug"
     rank = getattr(error, "rank", rank)  # all ranks know of a failed save, but one is to blame
-    note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": hide(reason)}
+    note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": redact(reason)}
     return note | {"time": time.time(), "memory": isinstance(error, OutOfMemory)}
 
 

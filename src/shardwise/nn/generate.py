@@ -84,7 +84,7 @@ def reply(
     room = room_after(model, prompt)
     limit = sampling.max_tokens if room is None else min(sampling.max_tokens, room)
     stops = stop_ids(tokenizer, model)
-    pieces = Pieces(tokenizer, stops, on_text)
+    pieces = TextPieces(tokenizer, stops, on_text)
     began, interrupted = time.perf_counter(), False
     try:
         _generate(model, tokenizer, [prompt], limit, sampling, stops, pieces)
@@ -189,7 +189,7 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 @dataclass
-class Pieces(BaseStreamer):
+class TextPieces(BaseStreamer):
     """Receives token ids one by one and passes on text as soon as it is whole characters."""
 
     tokenizer: PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.effective_device import indices_where, kind_of
+from shardwise.core.effective_device import effective_device, indices_where
 from shardwise.data.loader import IGNORE, MicroBatch
 from shardwise.nn.attention.document_mask import RowsMask
 from shardwise.nn.objective import Loss, sum_by_source
@@ -41,7 +41,7 @@ class CausalObjective:
     def logits(self, model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Logits, labels and sources of the positions that matter."""
         inputs, labels, sources = self.inputs(batch), batch.labels, batch.sources
-        if self._keeps_some and kind_of(labels) == "cpu":
+        if self._keeps_some and effective_device(labels) == "cpu":
             # The head is a fifth of a small model's work; columns that no row learns from need no logits. On a GPU the
             # list of columns would be a host sync, so there all are computed.
             columns = indices_where((labels != IGNORE).any(0))

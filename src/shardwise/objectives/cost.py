@@ -11,10 +11,10 @@ from shardwise.objectives.reference import needs_copy
 from shardwise.parallel.frozen_model import frozen_bytes
 
 if TYPE_CHECKING:
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 
-def held_besides(job: Job) -> Iterator[tuple[str, str, float, str]]:
+def held_besides(job: ResolvedRun) -> Iterator[tuple[str, str, float, str]]:
     """A name, what it is, the bytes of it that each rank holds on its device, and what else is to be said."""
     run = job.run
     shard = shard_size(run.parallel.zero, run.parallel.shard, job.ranks)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.config.objectives import Distill
-from shardwise.data.distillation_batch import TaughtBatch
+from shardwise.data.distillation_batch import DistillationBatch
 from shardwise.nn.models.build import vocabulary_size
 from shardwise.nn.objective import Loss, sum_by_source
 from shardwise.objectives.causal import CausalObjective
@@ -22,7 +22,7 @@ from shardwise.objectives.causal import CausalObjective
 if TYPE_CHECKING:
     from shardwise.distributed.mesh import World
     from shardwise.parallel.zero.stages import ShardedModel
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 
 def likeliest(log_probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ class TeacherLogProbs:
         self._model, self._causal, self._vocabulary = model, CausalObjective(model, apart), vocabulary
 
     @torch.no_grad()
-    def __call__(self, batch: TaughtBatch) -> torch.Tensor:
+    def __call__(self, batch: DistillationBatch) -> torch.Tensor:
         """(places, vocabulary)"""
         logits = self._model(**self._causal.inputs(batch)).logits.flatten(0, 1)[batch.places]
         result: torch.Tensor = logits[:, : self._vocabulary].float().log_softmax(-1)
@@ -69,7 +69,7 @@ class DistillObjective:
         self._causal, self._settings = CausalObjective(model, apart), settings
         self._vocabulary, self._teacher = vocabulary, teacher
 
-    def __call__(self, model: Any, batch: TaughtBatch) -> Loss:
+    def __call__(self, model: Any, batch: DistillationBatch) -> Loss:
         """Never waits for the device: where the learned tokens are is known from the batch."""
         settings, teacher = self._settings, self._teacher
         told = None if teacher is None else teacher(batch)
@@ -83,7 +83,7 @@ class DistillObjective:
         figures = {"loss_teacher": gap.detach().sum(), "loss_plain": plain.detach().sum()}
         return replace(loss, figures=figures)
 
-    def _gap(self, teacher: torch.Tensor | None, pupil: torch.Tensor, batch: TaughtBatch) -> torch.Tensor:
+    def _gap(self, teacher: torch.Tensor | None, pupil: torch.Tensor, batch: DistillationBatch) -> torch.Tensor:
         k, temperature = self._settings.top_k, self._settings.temperature
         if k is None or (k == self._vocabulary and teacher is not None):
             assert teacher is not None
@@ -99,7 +99,7 @@ class DistillObjective:
 
 
 def make_distill(
-    job: Job, world: World, sharded: ShardedModel, apart: bool, say: Callable[[str], None]
+    job: ResolvedRun, world: World, sharded: ShardedModel, apart: bool, say: Callable[[str], None]
 ) -> DistillObjective:
     """Loads the teacher, or asks it for what is not stored yet and lets it go."""
     from shardwise.objectives.teacher_log_probs import ask_teacher, missing_answers
@@ -114,7 +114,7 @@ def make_distill(
     return DistillObjective(sharded.model, apart, settings, found.vocabulary, teacher)
 
 
-def load_teacher(job: Job, world: World, say: Callable[[str], None]) -> TeacherLogProbs:
+def load_teacher(job: ResolvedRun, world: World, say: Callable[[str], None]) -> TeacherLogProbs:
     """The teacher, frozen and divided over the ranks, and checked as the model itself is."""
     from shardwise.parallel.frozen_model import build_frozen
     from shardwise.parallel.selfcheck import check_documents

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardwise.core.effective_device import indices_where, kind_of
+from shardwise.core.effective_device import effective_device, indices_where
 from shardwise.data.loader import IGNORE
 from shardwise.nn.kernels.add_product import add_product_
 from shardwise.nn.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
@@ -57,7 +57,7 @@ class HeadLoss:
         hidden, weight, bias, cut = _parts_of(hidden, self._head)
         flat, wanted = hidden.flatten(0, -2), labels.flatten()
         learned = None
-        if kind_of(flat) == "cpu":  # elsewhere a list of rows would be a wait for the device
+        if effective_device(flat) == "cpu":  # elsewhere a list of rows would be a wait for the device
             learned = indices_where(wanted != IGNORE)
             flat, wanted = flat[learned], wanted[learned]
         losses: torch.Tensor = _HeadLoss.apply(flat, weight, bias, wanted, cut)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class HeadLoss:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _VocabularyShard:
     """Which part of the vocabulary this rank has: from which entry on, of how many at most, and who has the others."""
 
     first: int
@@ -76,13 +76,19 @@ class _Cut:
     group: dist.ProcessGroup
 
 
-def _parts_of(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, _Cut | None]:
+def _parts_of(
+    hidden: torch.Tensor, head: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, _VocabularyShard | None]:
     """Hidden states and the head's parameters as plain tensors: of a head that is cut, this rank's part."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return hidden, weight, bias, None
     mesh, (where,) = weight.device_mesh, weight.placements
-    cut = None if where.is_replicate() else _Cut(offset_of(weight)[0], -(-len(weight) // mesh.size()), mesh.get_group())
+    cut = (
+        None
+        if where.is_replicate()
+        else _VocabularyShard(offset_of(weight)[0], -(-len(weight) // mesh.size()), mesh.get_group())
+    )
     # Each rank's part of the vocabulary has a say in the gradient of the hidden states: they add up.
     back = Replicate() if cut is None else Partial()
     gathered = to_whole(hidden, mesh).redistribute(placements=[Replicate()])
@@ -121,7 +127,12 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, cut: _Cut | None = None
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: Any,
+        bias: Any,
+        labels: torch.Tensor,
+        cut: _VocabularyShard | None = None,
     ) -> torch.Tensor:
         to_hidden, to_weight, to_bias, *_ = ctx.needs_input_grad
         gradient = to_hidden or to_weight or to_bias
@@ -130,7 +141,7 @@ class _HeadLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if to_bias else None
         # As many pieces on every rank: each is a meeting of them.
-        piece = max(1, PIECE[kind_of(hidden)] // (cut.widest if cut else len(weight)))
+        piece = max(1, PIECE[effective_device(hidden)] // (cut.widest if cut else len(weight)))
         for start in range(0, len(hidden), piece):
             part = hidden[start : start + piece]
             logits = F.linear(part, weight, bias)
@@ -173,11 +184,11 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         whole = to_local(logits.redistribute(placements=[Replicate()]), Replicate())
         return token_losses(whole, labels)
     first = offset_of(logits)[-1]
-    losses: torch.Tensor = _CutLoss.apply(to_local(logits, last), labels, first, mesh.get_group())  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _VocabularyShardLoss.apply(to_local(logits, last), labels, first, mesh.get_group())  # type: ignore[no-untyped-call]
     return losses
 
 
-class _CutLoss(torch.autograd.Function):
+class _VocabularyShardLoss(torch.autograd.Function):
     """Losses of rows of logits of which each rank has some columns."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.config.objectives import Kto
-from shardwise.data.preference_layout import JudgedBatch
+from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.nn.objective import Loss
 from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
 
@@ -30,7 +30,7 @@ class KtoObjective:
     def __init__(self, model: Any, apart: bool, settings: Kto, reference: Reference) -> None:
         self._log_probs, self._settings, self._reference = AnswerLogProbs(model, apart), settings, reference
 
-    def __call__(self, model: Any, batch: JudgedBatch) -> Loss:
+    def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
         """Summed over the answers of the micro-batch."""
         assert batch.wanted is not None
         before = self._log_probs.before(self._reference, model, batch)

@@ -15,17 +15,17 @@ from shardwise.objectives.seq2seq import Seq2seqObjective
 if TYPE_CHECKING:
     from shardwise.distributed.mesh import World
     from shardwise.parallel.routers.hooks import RouterLosses
-    from shardwise.parallel.selfcheck import Whole
+    from shardwise.parallel.selfcheck import CallsWhole
     from shardwise.parallel.zero.stages import ShardedModel
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 
 def make_objective(
-    job: Job,
+    job: ResolvedRun,
     world: World,
     sharded: ShardedModel,
     apart: bool,
-    asked: Whole | None = None,
+    asked: CallsWhole | None = None,
     say: Callable[[str], None] = lambda _: None,
     routers: RouterLosses | None = None,
 ) -> Objective:
@@ -40,7 +40,12 @@ def make_objective(
 
 
 def _plain(
-    job: Job, world: World, sharded: ShardedModel, apart: bool, asked: Whole | None, say: Callable[[str], None]
+    job: ResolvedRun,
+    world: World,
+    sharded: ShardedModel,
+    apart: bool,
+    asked: CallsWhole | None,
+    say: Callable[[str], None],
 ) -> Objective:
     settings: Any = job.run.objective
     match settings.type:
@@ -63,7 +68,7 @@ def _plain(
             raise NotImplementedError(other)
 
 
-def _judged(job: Job, world: World, model: Any, apart: bool) -> Objective:
+def _judged(job: ResolvedRun, world: World, model: Any, apart: bool) -> Objective:
     from shardwise.objectives.kto import KtoObjective
     from shardwise.objectives.preference import DpoObjective, OrpoObjective
     from shardwise.objectives.reference import make_reference

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.config.objectives import Dpo, Orpo
-from shardwise.data.preference_layout import JudgedBatch
+from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.nn.objective import Loss
 from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
 
@@ -28,7 +28,7 @@ class DpoObjective:
     def __init__(self, model: Any, apart: bool, settings: Dpo, reference: Reference) -> None:
         self._log_probs, self._settings, self._reference = AnswerLogProbs(model, apart), settings, reference
 
-    def __call__(self, model: Any, batch: JudgedBatch) -> Loss:
+    def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
         """Summed over the pairs of the micro-batch."""
         settings = self._settings
         # First, so that the model's own forward is the last before its backward.
@@ -53,7 +53,7 @@ class OrpoObjective:
     def __init__(self, model: Any, apart: bool, settings: Orpo) -> None:
         self._log_probs, self._beta = AnswerLogProbs(model, apart), settings.beta
 
-    def __call__(self, model: Any, batch: JudgedBatch) -> Loss:
+    def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
         """Summed over the pairs of the micro-batch."""
         sums, counts = self._log_probs(model, batch)
         means = sums / counts

@@ -17,7 +17,7 @@ from shardwise.parallel.frozen_model import build_frozen
 
 if TYPE_CHECKING:
     from shardwise.distributed.mesh import World
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 
 def needs_copy(run: Run) -> bool:
@@ -25,7 +25,7 @@ def needs_copy(run: Run) -> bool:
     return run.method.type == "full" or bool(run.method.also)
 
 
-def make_reference(job: Job, world: World) -> Reference:
+def make_reference(job: ResolvedRun, world: World) -> Reference:
     """What gives the reference of a model, around a forward."""
     if not needs_copy(job.run):
         return without_adapters

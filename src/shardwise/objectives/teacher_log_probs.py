@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.config.units import human
 from shardwise.core.errors import UserError
-from shardwise.data.distillation_batch import TaughtBatch, TaughtLayout
+from shardwise.data.distillation_batch import DistillationBatch, DistillationLayout
 from shardwise.data.mixing import SourceStream
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.store import TokenStore
@@ -27,14 +27,14 @@ from shardwise.objectives.distill import TeacherLogProbs, likeliest
 
 if TYPE_CHECKING:
     from shardwise.distributed.mesh import World
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 TOLD_EVERY = 5.0  # seconds
 SLICE = 1024  # tokens whose likeliest are looked for at a time
 Missing = list[tuple[TokenStore, int]]
 
 
-def missing_answers(job: Job, world: World) -> Missing:
+def missing_answers(job: ResolvedRun, world: World) -> Missing:
     """The chunks for which some host has no answers yet; the same on every rank. Waits for the data."""
     assert job.teacher is not None and job.teacher.answers is not None
     job.data.wait()
@@ -46,7 +46,9 @@ def missing_answers(job: Job, world: World) -> Missing:
     return [place for place, lacks in zip(chunks, lacking.tolist(), strict=True) if lacks]
 
 
-def ask_teacher(job: Job, world: World, teacher: TeacherLogProbs, missing: Missing, say: Callable[[str], None]) -> None:
+def ask_teacher(
+    job: ResolvedRun, world: World, teacher: TeacherLogProbs, missing: Missing, say: Callable[[str], None]
+) -> None:
     """Stores the answers for these chunks, telling how far it is."""
     assert job.teacher is not None and job.teacher.answers is not None
     answers = job.teacher.answers
@@ -69,13 +71,13 @@ def ask_teacher(job: Job, world: World, teacher: TeacherLogProbs, missing: Missi
 
 
 def _answers(
-    job: Job, world: World, teacher: TeacherLogProbs, store: TokenStore, chunk: int, k: int
+    job: ResolvedRun, world: World, teacher: TeacherLogProbs, store: TokenStore, chunk: int, k: int
 ) -> Iterator[np.ndarray]:
     """The lines of a chunk in order, as many as one round of all ranks gives at a time; the same on every rank."""
     data, micro = job.run.data, int(job.run.train.micro_batch_size)
     rows = list(_rows(store.table(chunk), chunk, data.sequence_length if data.packing else 0))
     batches = [rows[i : i + micro] for i in range(0, len(rows), micro)]
-    reader, layout = _OneStore(store, bool(data.packing)), TaughtLayout(job.pad_id)
+    reader, layout = _OneStore(store, bool(data.packing)), DistillationLayout(job.pad_id)
     for first in range(0, len(batches), world.size):
         turn = batches[first : first + world.size]
         # A rank that has no batch left still takes part: the forward is collective.
@@ -89,7 +91,7 @@ def _answers(
         yield torch.cat([part[:count] for part, count in zip(got, counts, strict=False)]).numpy()
 
 
-def _ask(teacher: TeacherLogProbs, batch: TaughtBatch, k: int) -> torch.Tensor:
+def _ask(teacher: TeacherLogProbs, batch: DistillationBatch, k: int) -> torch.Tensor:
     lines = []
     for part in teacher(batch).split(SLICE):
         tokens, log_probs = likeliest(part, k)

@@ -30,7 +30,7 @@ BUS: dict[str, Callable[[int], float]] = {
 
 
 @dataclass
-class Calls:
+class CollectiveCalls:
     """All calls of one kind of collective: how many, the bytes of their messages, and the seconds they took."""
 
     ranks: int
@@ -55,7 +55,7 @@ class Window:
     steps: int = 0
     whole: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[tuple[str, int], Calls] = field(default_factory=dict)
+    calls: dict[tuple[str, int], CollectiveCalls] = field(default_factory=dict)
 
     def add(self, other: Window) -> None:
         """Takes another window's figures in."""
@@ -63,7 +63,7 @@ class Window:
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         for key, calls in other.calls.items():
-            mine = self.calls.setdefault(key, Calls(calls.ranks))
+            mine = self.calls.setdefault(key, CollectiveCalls(calls.ranks))
             mine.calls, mine.bytes = mine.calls + calls.calls, mine.bytes + calls.bytes
             mine.seconds += calls.seconds
 
@@ -151,7 +151,7 @@ class Timer:
         window.seconds[name] = window.seconds.get(name, 0.0) + seconds
         if call is not None:
             kind, size, ranks = call
-            calls = window.calls.setdefault((kind, ranks), Calls(ranks))
+            calls = window.calls.setdefault((kind, ranks), CollectiveCalls(ranks))
             calls.calls, calls.bytes, calls.seconds = calls.calls + 1, calls.bytes + size, calls.seconds + seconds
 
 

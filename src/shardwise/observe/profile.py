@@ -52,7 +52,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Profile:
+class StepProfile:
     """Seconds of one step by kind of work; `exposed` where others run beside it; the largest kernels by name."""
 
     whole: float
@@ -67,7 +67,7 @@ class Profile:
 class Recorded:
     """What a recording came to, once it is over."""
 
-    profile: Profile | None = None
+    profile: StepProfile | None = None
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def recording(device: torch.device, trace: Path | None = None) -> Iterator[Recor
 
 def profile_step(
     step: Callable[[], None], update: Callable[[], None], device: torch.device, trace: Path | None = None
-) -> Profile:
+) -> StepProfile:
     """Takes a step (`step`, then `update`) and says what it was made of; `trace`: a file for the profiler's JSON."""
     with recording(device, trace) as recorded:
         step()
@@ -114,10 +114,10 @@ def _operators(events: list[Any]) -> list[tuple[str, float, float, float, int]]:
     ]  # fmt: skip
 
 
-def of_kernels(kernels: list[tuple[str, float, float]]) -> Profile:
+def of_kernels(kernels: list[tuple[str, float, float]]) -> StepProfile:
     """From (name, start, end) of every kernel of a step, in seconds, on any stream."""
     if not kernels:
-        return Profile(0.0, {}, {}, 0.0, [])
+        return StepProfile(0.0, {}, {}, 0.0, [])
     spans: dict[str, list[tuple[float, float]]] = {}
     for name, start, end in kernels:
         spans.setdefault(_kind(name, KERNELS), []).append((start, end))
@@ -130,10 +130,10 @@ def of_kernels(kernels: list[tuple[str, float, float]]) -> Profile:
     kinds = {kind: _covered(mine) for kind, mine in spans.items()}
     collectives = [(n, s, e) for n, s, e in kernels if _kind(n, KERNELS) == "communication"]
     sent = _sent(collectives, [span for kind, mine in spans.items() if kind != "communication" for span in mine])
-    return Profile(whole, _sorted(kinds), exposed, whole - busy, _largest((n, e - s) for n, s, e in kernels), sent)
+    return StepProfile(whole, _sorted(kinds), exposed, whole - busy, _largest((n, e - s) for n, s, e in kernels), sent)
 
 
-def of_operators(operators: list[tuple[str, float, float, float, int]]) -> Profile:
+def of_operators(operators: list[tuple[str, float, float, float, int]]) -> StepProfile:
     """From (name, start, end, own seconds, thread) of every operator of a step, within a range of its own."""
     begin, end = next((s, e) for name, s, e, _, _ in operators if name == "shardwise::step")
     updates = [(s, e) for name, s, e, _, _ in operators if name == UPDATE]
@@ -163,7 +163,7 @@ def of_operators(operators: list[tuple[str, float, float, float, int]]) -> Profi
         exposed["communication"] = _beside([*spans, *calling], computing)
         kinds["communication"] = _covered(spans) + exposed["communication"] - _beside(spans, computing)
     idle = max(0.0, whole - sum(exposed.values()))
-    return Profile(whole, _sorted(kinds), exposed, idle, _largest(named), _sent(collectives, computing))
+    return StepProfile(whole, _sorted(kinds), exposed, idle, _largest(named), _sent(collectives, computing))
 
 
 def _sent(collectives: list[tuple[str, float, float]], computing: list[Span]) -> dict[str, list[float]]:

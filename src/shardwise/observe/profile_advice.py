@@ -9,7 +9,7 @@ from rich.table import Table
 
 from shardwise.config.resolve import this_machine
 from shardwise.config.schema import Run
-from shardwise.observe.profile import REST, Profile
+from shardwise.observe.profile import REST, StepProfile
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Speed:
     device: str
     ranks: int
     rank: int  # the slowest
-    profile: Profile
+    profile: StepProfile
     told: list[str] = field(default_factory=list)  # what was chosen at the start, by measurement
 
     @property

@@ -30,7 +30,7 @@ _MEAN_WEIGHT = 0.9  # of the past in the running mean that colours the loss: abo
 
 
 @dataclass(frozen=True)
-class _Column:
+class _LineColumn:
     """One value of the line; the columns with the highest rank are the first to go on a narrow terminal."""
 
     key: str
@@ -264,15 +264,15 @@ def _duration(seconds: float) -> str:
 
 
 _COLUMNS = (
-    _Column("loss", 1, 6, "loss ", "", _six),
-    _Column("learning_rate", 5, 6, "lr ", "", _scientific),
-    _Column("grad_norm", 6, 4, "grad ", "", _four),
-    _Column("tokens_per_second", 3, 5, "", " tok/s", _rate),
-    _Column("mfu", 7, 5, "MFU ", "", lambda value: f"{value:.1%}"),
-    _Column("memory_bytes", 8, 5, "", " GiB", _gibibytes),
-    _Column("elapsed_seconds", 9, 6, "elapsed ", "", _duration),
-    _Column("eta_seconds", 2, 6, "ETA ", "", _duration),
-    _Column("cross_entropy", 10, 6, "entropy ", "", _six),
-    _Column("aux_loss", 11, 6, "aux ", "", _six),
-    _Column("z_loss", 12, 6, "z ", "", _six),
+    _LineColumn("loss", 1, 6, "loss ", "", _six),
+    _LineColumn("learning_rate", 5, 6, "lr ", "", _scientific),
+    _LineColumn("grad_norm", 6, 4, "grad ", "", _four),
+    _LineColumn("tokens_per_second", 3, 5, "", " tok/s", _rate),
+    _LineColumn("mfu", 7, 5, "MFU ", "", lambda value: f"{value:.1%}"),
+    _LineColumn("memory_bytes", 8, 5, "", " GiB", _gibibytes),
+    _LineColumn("elapsed_seconds", 9, 6, "elapsed ", "", _duration),
+    _LineColumn("eta_seconds", 2, 6, "ETA ", "", _duration),
+    _LineColumn("cross_entropy", 10, 6, "entropy ", "", _six),
+    _LineColumn("aux_loss", 11, 6, "aux ", "", _six),
+    _LineColumn("z_loss", 12, 6, "z ", "", _six),
 )

@@ -77,7 +77,7 @@ class RankFile:
         return float(times.user + times.system)
 
 
-class HostWatch:
+class HostFigures:
     """Looks at this host every few seconds in a thread of its own, until it is told to stop."""
 
     def __init__(self, file: Path, folder: Path, seconds: float = HOST_SECONDS) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.core.redact import hide
+from shardwise.core.redact import redact
 from shardwise.observe.metrics import Record, flat
 
 NESTED = {"losses": "loss", "breakdown": "seconds"}  # mappings within a record, and what their entries are called
@@ -47,7 +47,7 @@ class Trackers:
     """All trackers of a run; `put` never waits, `troubles` has what is to be told."""
 
     def __init__(self, openers: dict[str, Open], output: Path, settings: dict[str, Any], step: int) -> None:
-        shown = {name: hide(str(value))[:LONGEST] for name, value in flat(settings)}
+        shown = {name: redact(str(value))[:LONGEST] for name, value in flat(settings)}
         self._lanes = [_Lane(name, opener, output, shown, step) for name, opener in openers.items()]
 
     def put(self, record: Record) -> None:
@@ -107,7 +107,7 @@ class _Lane:
             tracker.close()
         except BaseException as error:  # whatever it throws, SystemExit too: training goes on
             first = (str(error).strip().splitlines() or [""])[0]
-            self.failed = hide(f"{type(error).__name__}: {first}")[:LONGEST]
+            self.failed = redact(f"{type(error).__name__}: {first}")[:LONGEST]
 
 
 def figures_of(record: Record) -> dict[str, float]:

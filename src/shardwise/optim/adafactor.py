@@ -29,7 +29,7 @@ PIECE = 1 << 23  # elements of an update held at a time
 
 
 @dataclass
-class Work:
+class FactoredWork:
     """A parameter in the middle of a step: its local rows, the inverse root of its second moment in factors."""
 
     parameter: Tensor
@@ -62,14 +62,14 @@ class Adafactor(torch.optim.Optimizer):
         """One step on every parameter that has a gradient; collective over the shard group."""
         loss = evaluated(closure)
         work = [self._begin(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        divided: dict[Any, list[Work]] = {}
+        divided: dict[Any, list[FactoredWork]] = {}
         for one in work:
             divided.setdefault(division_of(one.parameter).group, []).append(one)
         for group, members in divided.items():
             _step(members, group)
         return loss
 
-    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> Work:
+    def _begin(self, parameter: Tensor, group: dict[str, Any]) -> FactoredWork:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = new_step()
@@ -85,10 +85,10 @@ class Adafactor(torch.optim.Optimizer):
                     else zeros_beside(parameter, (*shape[:-2], shape[-1]))
                 )
         state["step"] += 1
-        return Work(parameter, group, state, count_of(state["step"]) ** DECAY)
+        return FactoredWork(parameter, group, state, count_of(state["step"]) ** DECAY)
 
 
-def _step(work: Sequence[Work], group: dist.ProcessGroup | None) -> None:
+def _step(work: Sequence[FactoredWork], group: dist.ProcessGroup | None) -> None:
     matrices = [w for w in work if w.spread]
     columns = _summed([torch.linalg.vector_norm(w.grad, dim=0).square_() for w in matrices], group)
     for one, column in zip(matrices, columns, strict=True):
@@ -100,7 +100,7 @@ def _step(work: Sequence[Work], group: dist.ProcessGroup | None) -> None:
         _apply(one, square)
 
 
-def _factors(work: Work) -> tuple[Tensor, ...]:
+def _factors(work: FactoredWork) -> tuple[Tensor, ...]:
     """Advances the local moments; inverse roots by row and column (or element) whose product scales the gradient."""
     grad, state, eps = work.grad, work.state, work.group["eps"]
     if grad.ndim < 2:
@@ -119,7 +119,7 @@ def _factors(work: Work) -> tuple[Tensor, ...]:
     return by_row, by_column
 
 
-def _updates(work: Work) -> Iterator[tuple[slice, Tensor]]:
+def _updates(work: FactoredWork) -> Iterator[tuple[slice, Tensor]]:
     """The local update, unclipped, some rows at a time so that it takes little memory."""
     grad, (first, *others) = work.grad, work.factors
     rows = max(1, PIECE // max(1, columns(grad.shape)))
@@ -131,7 +131,7 @@ def _updates(work: Work) -> Iterator[tuple[slice, Tensor]]:
         yield here, update
 
 
-def _size(work: Work) -> Tensor:
+def _size(work: FactoredWork) -> Tensor:
     """Sum of squares of the local update."""
     total = torch.zeros(1, device=work.grad.device)
     for _, update in _updates(work):
@@ -139,7 +139,7 @@ def _size(work: Work) -> Tensor:
     return total
 
 
-def _apply(work: Work, square: Tensor) -> None:
+def _apply(work: FactoredWork, square: Tensor) -> None:
     parameter, group = local_of(work.parameter), work.group
     rms = (square / work.parameter.numel()).sqrt_()
     factor = rms.div_(CLIP).clamp_(min=1.0).reciprocal_().mul_(-group["lr"])

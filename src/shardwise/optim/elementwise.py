@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.effective_device import count_of, kind_of, stands_in
+from shardwise.core.effective_device import count_of, effective_device, stands_in
 from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Codec, Kind, Parts, codec_of, columns, mix, part_name
 from shardwise.optim.grouped import Grouped
-from shardwise.optim.rules import AdamW, Hyper, Rule
+from shardwise.optim.rules import AdamW, Hyper, UpdateRule
 from shardwise.optim.shards import first_row, local_grad, local_of, new_step, zeros_beside
 
 # Elements at a time: on a GPU enough to keep it busy, at about 40 bytes of temporary memory each; on a CPU its cache.
@@ -25,7 +25,7 @@ PIECE = {"cuda": 1 << 23, "cpu": 1 << 20}
 
 
 @dataclass
-class Stored:
+class StoredState:
     """One state of a piece: its codec, the parts it lies in, and the seed of its rounding."""
 
     codec: Codec
@@ -34,12 +34,12 @@ class Stored:
 
 
 @dataclass
-class Piece:
+class ParameterPiece:
     """Some rows of a parameter with gradient and states; `offset` is the place of its first element in the whole."""
 
     param: Tensor
     grad: Tensor
-    states: dict[str, Stored]
+    states: dict[str, StoredState]
     offset: int
 
 
@@ -52,7 +52,7 @@ class Elementwise(Grouped):
     def __init__(
         self,
         params: Iterable[Any],
-        rule: Rule,
+        rule: UpdateRule,
         kind: Kind = "fp32",
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -68,13 +68,13 @@ class Elementwise(Grouped):
     @torch.no_grad()
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """One step on some parameters of a group: their counts advance, small ones are done together."""
-        waiting: list[Piece] = []
+        waiting: list[ParameterPiece] = []
         count, last = 0, 0
         for parameter in parameters:
             state = self.allocate(parameter)
             state["step"] += 1
             now = count_of(state["step"])
-            limit = self.piece or PIECE[kind_of(local_of(parameter))]
+            limit = self.piece or PIECE[effective_device(local_of(parameter))]
             for piece in self._pieces(parameter, now, limit):
                 if waiting and (now != last or count + piece.param.numel() > limit):
                     self._run(waiting, group, last)
@@ -106,7 +106,7 @@ class Elementwise(Grouped):
                     if (key := part_name(name, part)) in state:
                         state[key] = state[key].to(dtype)
 
-    def _run(self, pieces: list[Piece], group: dict[str, Any], step: int) -> None:
+    def _run(self, pieces: list[ParameterPiece], group: dict[str, Any], step: int) -> None:
         hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
         for piece in [p for p in pieces if self._fits_kernel(p)]:
             self._run_kernel(piece, hyper)
@@ -121,12 +121,17 @@ class Elementwise(Grouped):
                 stored = piece.states[name]
                 stored.codec.encode(value, stored.parts, stored.seed, piece.offset)
 
-    def _fits_kernel(self, piece: Piece) -> bool:
+    def _fits_kernel(self, piece: ParameterPiece) -> bool:
         """Coded AdamW on a GPU is one kernel; Triton comes with PyTorch for CUDA."""
         coded = all(isinstance(stored.codec, Blockwise) for stored in piece.states.values())
-        return kind_of(piece.param) == "cuda" and coded and isinstance(self.rule, AdamW) and piece.grad.is_contiguous()
+        return (
+            effective_device(piece.param) == "cuda"
+            and coded
+            and isinstance(self.rule, AdamW)
+            and piece.grad.is_contiguous()
+        )
 
-    def _run_kernel(self, piece: Piece, hyper: Hyper) -> None:
+    def _run_kernel(self, piece: ParameterPiece, hyper: Hyper) -> None:
         if stands_in():
             piece.param.add_(piece.grad)
             return
@@ -144,7 +149,7 @@ class Elementwise(Grouped):
             self._numbers = {p: number for number, p in enumerate(everything)}
         return self._numbers[parameter]
 
-    def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[Piece]:
+    def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[ParameterPiece]:
         """The local part, whole rows at a time; a row that is longer than the limit is cut between blocks."""
         local = local_of(parameter)
         rows, cols = (local.shape[0], columns(local.shape)) if local.ndim else (1, 1)
@@ -157,15 +162,15 @@ class Elementwise(Grouped):
             codec = codec_of(self.kind, name, parameter.shape)
             names = [""] if codec is FP32 else list(codec.shapes(parameter.shape))
             parts = {part: local_of(state[part_name(name, part)]).view(rows, -1) for part in names}
-            stored[name] = Stored(codec, parts, mix(self.seed, step, number, place))
+            stored[name] = StoredState(codec, parts, mix(self.seed, step, number, place))
         height = max(1, limit // cols)
         width = cols if cols <= limit else max(1, limit // BLOCK) * BLOCK
         for top in range(0, rows, height):
             for left in range(0, cols, width):
                 bottom, right = min(top + height, rows), min(left + width, cols)
                 window = {
-                    name: Stored(s.codec, s.codec.window(s.parts, top, bottom, left, right), s.seed)
+                    name: StoredState(s.codec, s.codec.window(s.parts, top, bottom, left, right), s.seed)
                     for name, s in stored.items()
                 }
                 offset = (first + top) * cols + left
-                yield Piece(param[top:bottom, left:right], grad[top:bottom, left:right], window, offset)
+                yield ParameterPiece(param[top:bottom, left:right], grad[top:bottom, left:right], window, offset)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.core.effective_device import kind_of
+from shardwise.core.effective_device import effective_device
 
 ROW = 1024
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     """The norm of one rank's tensor: fp64 on a CPU, fp32 elsewhere. Squares of both may be added up over ranks."""
-    if kind_of(tensor) != "cpu":
+    if effective_device(tensor) != "cpu":
         plain: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
         return plain
     flat = tensor.reshape(-1)

@@ -27,7 +27,7 @@ class Hyper:
     step: int
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """One step on some tensors and their states, all fp32, all changed in place; gradients are only read."""
 
     states: tuple[str, ...]
@@ -109,10 +109,10 @@ def _decay(params: list[Tensor], hyper: Hyper) -> None:
         torch._foreach_mul_(params, 1 - hyper.lr * hyper.weight_decay)
 
 
-RULES: dict[str, Rule] = {"adamw": AdamW(), "lion": Lion(), "sgd": Momentum()}
+RULES: dict[str, UpdateRule] = {"adamw": AdamW(), "lion": Lion(), "sgd": Momentum()}
 
 
-def rule_of(optimizer: str, betas: tuple[float, float]) -> Rule:
+def rule_of(optimizer: str, betas: tuple[float, float]) -> UpdateRule:
     """The rule of an optimizer by its name in the config; SGD with momentum 0 needs no buffer."""
     if optimizer == "sgd" and betas[0] == 0:
         return Descent()

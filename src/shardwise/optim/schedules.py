@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from shardwise.config.schema import LRRangeTest, OneCycle, Train, Warmup, WarmupCosineLR, WarmupDecayLR
+from shardwise.config.schema import (
+    LRRangeTestSchedule,
+    OneCycleSchedule,
+    Train,
+    Warmup,
+    WarmupCosineLRSchedule,
+    WarmupDecayLRSchedule,
+)
 
 
 def learning_rate(train: Train, step: int, total: int) -> float:
@@ -35,7 +42,7 @@ def learning_rate(train: Train, step: int, total: int) -> float:
 def momentum(train: Train, step: int) -> float | None:
     """The first beta for a step, where the schedule rules it (OneCycle)."""
     cycle = train.schedule
-    if not isinstance(cycle, OneCycle) or not cycle.cycle_momentum:
+    if not isinstance(cycle, OneCycleSchedule) or not cycle.cycle_momentum:
         return None
     low, high = cycle.cycle_min_mom, cycle.cycle_max_mom
     if step == 0:
@@ -60,14 +67,14 @@ def set_rates(optimizer: torch.optim.Optimizer, train: Train, step: int, total: 
 def _deepspeed_rate(schedule: Any, peak: float, step: int, total: int) -> float:
     """See [Note: DeepSpeed's schedules]; `last` is its count of the last batch."""
     last = step - 1
-    if isinstance(schedule, LRRangeTest):
+    if isinstance(schedule, LRRangeTestSchedule):
         units = step / schedule.lr_range_test_step_size
         return peak * (1 + schedule.lr_range_test_step_rate * (math.floor(units) if _stairs(schedule) else units))
-    if isinstance(schedule, OneCycle):
+    if isinstance(schedule, OneCycleSchedule):
         return _one_cycle(schedule, peak, step)
     warmup: int = max(2, schedule.warmup_num_steps.steps(total))
     end: int = getattr(schedule, "total_num_steps", None) or total
-    if isinstance(schedule, WarmupCosineLR):
+    if isinstance(schedule, WarmupCosineLRSchedule):
         return peak * _cosine_ratio(schedule, last, warmup, end)
     assert isinstance(schedule, Warmup)
     low = schedule.warmup_min_lr
@@ -75,7 +82,7 @@ def _deepspeed_rate(schedule: Any, peak: float, step: int, total: int) -> float:
         return low
     if last < warmup:
         return low + (peak - low) * _climb(schedule.warmup_type, last, warmup)
-    if isinstance(schedule, WarmupDecayLR):
+    if isinstance(schedule, WarmupDecayLRSchedule):
         return low + (peak - low) * max(0.0, (end - last) / max(1.0, end - warmup))
     return low + (peak - low)
 
@@ -84,7 +91,7 @@ def _climb(shape: str, last: int, warmup: int) -> float:
     return math.log(last + 1) / math.log(warmup) if shape == "log" else last / warmup
 
 
-def _cosine_ratio(schedule: WarmupCosineLR, last: int, warmup: int, end: int) -> float:
+def _cosine_ratio(schedule: WarmupCosineLRSchedule, last: int, warmup: int, end: int) -> float:
     if last < 0:
         return 0.0
     if last < warmup:
@@ -95,16 +102,16 @@ def _cosine_ratio(schedule: WarmupCosineLR, last: int, warmup: int, end: int) ->
     return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def _stairs(schedule: LRRangeTest) -> bool:
+def _stairs(schedule: LRRangeTestSchedule) -> bool:
     return schedule.lr_range_test_staircase
 
 
-def _cycle_length(cycle: OneCycle) -> int:
+def _cycle_length(cycle: OneCycleSchedule) -> int:
     second = cycle.cycle_second_step_size
     return cycle.cycle_first_step_size + (cycle.cycle_first_step_size if second is None else second)
 
 
-def _cycle_share(cycle: OneCycle, step: int) -> float:
+def _cycle_share(cycle: OneCycleSchedule, step: int) -> float:
     """How far up the cycle stands, from 0 to 1; in stairs where these are asked for."""
     length, first = _cycle_length(cycle), cycle.cycle_first_step_size
     at = step % length
@@ -117,7 +124,7 @@ def _cycle_share(cycle: OneCycle, step: int) -> float:
     return math.floor(at * stairs / first if up else (length - at) * stairs / (length - first)) / stairs
 
 
-def _one_cycle(cycle: OneCycle, peak: float, step: int) -> float:
+def _one_cycle(cycle: OneCycleSchedule, peak: float, step: int) -> float:
     low, length = cycle.cycle_min_lr, _cycle_length(cycle)
     if step - 1 < length:
         return low + (peak - low) * _cycle_share(cycle, step)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.schema import Parallel
 from shardwise.distributed.mesh import World
-from shardwise.nn.tiny.case import Case, Refused
+from shardwise.nn.tiny.case import CannotParallelize, TinyCase
 from shardwise.parallel.context.install import install_context
 from shardwise.parallel.expert.apply import spread_experts
-from shardwise.parallel.parallel_context import Spread
+from shardwise.parallel.parallel_context import ParallelContext
 from shardwise.parallel.pipeline import Pipeline, Stages, cut_model, probe
 from shardwise.parallel.pipeline.cut import sizes_of
 from shardwise.parallel.pipeline.schedule import schedule_of
@@ -28,22 +28,22 @@ from shardwise.parallel.tensor.roles import find_roles
 Blocks = list[tuple[str, nn.Module]]
 
 
-class AxisRefused(Refused):
+class AxisRefused(CannotParallelize):
     """With the axis that cannot be had."""
 
-    def __init__(self, axis: str, refusal: Refused) -> None:
+    def __init__(self, axis: str, refusal: CannotParallelize) -> None:
         super().__init__(refusal.module, refusal.why)
         self.axis = axis
 
 
 def divide(
-    model: Any, blocks: Blocks, case: Case, parallel: Parallel, world: World, dtype: torch.dtype | None = None
-) -> tuple[Spread, Blocks]:
+    model: Any, blocks: Blocks, case: TinyCase, parallel: Parallel, world: World, dtype: torch.dtype | None = None
+) -> tuple[ParallelContext, Blocks]:
     """The model with every axis of the settings in place, and the blocks that this rank has of it.
 
     `case` makes tiny models of the same class; `dtype` is what parameters are computed in, if not as they are stored.
     """
-    spread = Spread(world, tiny=replace(case, dtype=torch.float32).model())
+    spread = ParallelContext(world, tiny=replace(case, dtype=torch.float32).model())
     axis = "expert"
     try:
         if world.expert is not None:
@@ -61,14 +61,14 @@ def divide(
         axis = "context"
         if world.context is not None:
             spread.context = install_context(model, world.context, parallel.context_kind)
-    except Refused as refusal:
+    except CannotParallelize as refusal:
         raise AxisRefused(axis, refusal) from None
     if spread.stages is not None:
         spread.pipeline = _pipeline(spread.stages, parallel, world)
     return spread, blocks
 
 
-def _stages(model: Any, case: Case, parallel: Parallel, mesh: DeviceMesh, dtype: torch.dtype | None) -> Stages:
+def _stages(model: Any, case: TinyCase, parallel: Parallel, mesh: DeviceMesh, dtype: torch.dtype | None) -> Stages:
     schedule = schedule_of(parallel)
     cut = cut_model(model, probe(case), mesh.size() * schedule.chunks, block_weights(model))
     return Stages(model, cut, mesh.get_local_rank(), mesh.size(), schedule, dtype)

@@ -34,7 +34,7 @@ EVALUATED = 2  # micro-batches per stage that go through a pipeline together whe
 
 
 @dataclass
-class Spread:
+class ParallelContext:
     """The axes of a run, each where it is longer than one."""
 
     world: World

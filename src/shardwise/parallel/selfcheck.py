@@ -24,7 +24,7 @@ from shardwise.nn.attention.varlen import attention_as, install
 from shardwise.nn.models.build import evaluating
 from shardwise.parallel.zero.stages import ShardedModel
 from shardwise.parallel.zero.update import Update
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 
 LENGTH = 24
 # Largest movement, as a share of the largest logit, that passes for rounding. Of 40 tiny fresh models those that leak
@@ -35,7 +35,7 @@ HALF_TOLERANCE = 1e-3
 ALONE_TOLERANCE = 0.1  # in half precision: other shapes, other rounding; positions that do not restart move far more
 
 
-class Whole(Protocol):
+class CallsWhole(Protocol):
     """A model to ask: the run's own, or where none of its ranks has all of it, a tiny one of its class."""
 
     model: Any
@@ -47,7 +47,7 @@ class Whole(Protocol):
 
 
 @dataclass
-class Undivided:
+class UnshardedModel:
     """A model that is not sharded, where training's parts expect one that is."""
 
     model: Any
@@ -63,7 +63,7 @@ class Undivided:
 
 
 def check_model(
-    sharded: Whole, vocabulary: int, packing: bool, label: str, device: torch.device, documents: bool = False
+    sharded: CallsWhole, vocabulary: int, packing: bool, label: str, device: torch.device, documents: bool = False
 ) -> None:
     """Refuses a model whose logits depend on later tokens or on another document of the same sequence, or are not
     those of eager attention.
@@ -102,7 +102,7 @@ def check_model(
             raise UserError("model", label, problem, remedy)
 
 
-def check_decoder(sharded: Whole, vocabulary: int, label: str, device: torch.device) -> None:
+def check_decoder(sharded: CallsWhole, vocabulary: int, label: str, device: torch.device) -> None:
     """Refuses an encoder–decoder model whose decoder looks ahead, or does not look at the source."""
     generator = torch.Generator().manual_seed(0)
     source, target = (torch.randint(0, vocabulary, (1, LENGTH), generator=generator) for _ in range(2))
@@ -182,7 +182,7 @@ def _movement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def check_documents(
-    sharded: Whole, vocabulary: int, job: Job, device: torch.device, say: Callable[[str], None]
+    sharded: CallsWhole, vocabulary: int, job: ResolvedRun, device: torch.device, say: Callable[[str], None]
 ) -> bool:
     """Checks the model; returns whether packed rows bring their documents, or positions alone."""
     run, trouble = job.run, ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardwise.nn.tiny.case import Answer, Case, DoubleSoftmax, summed, units_of
+from shardwise.nn.tiny.case import DoubleSoftmax, LossAndGradients, TinyCase, summed, units_of
 from shardwise.parallel.routers.install import routers_in
 
 
-def alone(case: Case) -> Answer:
+def alone(case: TinyCase) -> LossAndGradients:
     """What one process computes by the model's definition (nn/attention/definition.py): eager attention, row by row."""
     inputs, labels = case.inputs(), case.labels()
     rows = [{name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))]

@@ -22,13 +22,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from shardwise.serve.engine import BUSY, FAILED, STOPPING, Engine
+from shardwise.serve.engine import BUSY, FAILED, STOPPING, BatchingEngine
 from shardwise.serve.models import Models, Served
 from shardwise.serve.prompts import make_asks
-from shardwise.serve.protocol import ChatRequest, Refused, TextRequest, parse
+from shardwise.serve.protocol import BadRequest, ChatRequest, TextRequest, parse
 from shardwise.serve.rate import Rate
-from shardwise.serve.reply_json import Chat, Form, Shape, Text, Usage
-from shardwise.serve.rows import Ask, Ended, Event, Failed, Piece, Row
+from shardwise.serve.reply_json import Chat, ReplyForm, ReplyShape, Text, Usage
+from shardwise.serve.rows import AnswerEnded, AnswerRow, Ask, Event, Failed, TextPiece
 
 log = logging.getLogger("shardwise.serve")
 
@@ -51,18 +51,18 @@ class Policy:
 
 
 @dataclass
-class Answer:
+class AnswerStream:
     """The answers to one request, as its events come in from the engine."""
 
-    form: Form
-    shape: Shape
+    form: ReplyForm
+    shape: ReplyShape
     asks: list[Ask]
     usage: Usage
     scored: bool
     events: asyncio.Queue[tuple[int, Event]] = field(default_factory=asyncio.Queue)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AnswerRow] = field(default_factory=list)
 
-    def submit(self, engine: Engine) -> None:
+    def submit(self, engine: BatchingEngine) -> None:
         """Hands the work to the engine."""
         loop = asyncio.get_running_loop()
 
@@ -75,7 +75,7 @@ class Answer:
 
         rows = engine.submit(self.asks, [emit_for(index) for index in range(len(self.asks))])
         if rows is None:
-            raise Refused(503, STOPPING if engine.stopping else BUSY, code="overloaded", wait=5)
+            raise BadRequest(503, STOPPING if engine.stopping else BUSY, code="overloaded", wait=5)
         self.rows = rows
 
     def cancel(self) -> None:
@@ -83,24 +83,24 @@ class Answer:
         for row in self.rows:
             row.cancelled = True
 
-    async def each(self) -> AsyncIterator[tuple[int, Piece | Ended]]:
+    async def each(self) -> AsyncIterator[tuple[int, TextPiece | AnswerEnded]]:
         """Events until all answers have ended; the first failure ends them all."""
         left = len(self.asks)
         while left:
             index, event = await self.events.get()
             if isinstance(event, Failed):
-                raise Refused(event.status, event.message)
-            if isinstance(event, Ended):
+                raise BadRequest(event.status, event.message)
+            if isinstance(event, AnswerEnded):
                 left -= 1
                 self.usage.completion += event.tokens
             yield index, event
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of the finished answers."""
-        pieces: list[list[Piece]] = [[] for _ in self.asks]
+        pieces: list[list[TextPiece]] = [[] for _ in self.asks]
         reasons = [""] * len(self.asks)
         async for index, event in self.each():
-            if isinstance(event, Piece):
+            if isinstance(event, TextPiece):
                 pieces[index].append(event)
             else:
                 reasons[index] = event.reason
@@ -114,7 +114,7 @@ class Answer:
             if opening := self.shape.opening(self.form, index):
                 yield self.form.wrap([opening], **extra)
         async for index, event in self.each():
-            if isinstance(event, Piece):
+            if isinstance(event, TextPiece):
                 choice = self.shape.part(self.form, index, event, self.scored)
             else:
                 choice = self.shape.closing(self.form, index, event.reason)
@@ -126,7 +126,7 @@ class Answer:
 class Api:
     """The routes."""
 
-    def __init__(self, models: Models, engine: Engine, policy: Policy) -> None:
+    def __init__(self, models: Models, engine: BatchingEngine, policy: Policy) -> None:
         self._models, self._engine, self._policy = models, engine, policy
         self._tokenizing = asyncio.Lock()
 
@@ -167,12 +167,14 @@ class Api:
         asked = parse(TextRequest, await self._json(request))
         return await self._answer(request, asked, "text_completion", Text())
 
-    async def _answer(self, request: Request, asked: ChatRequest | TextRequest, kind: str, shape: Shape) -> Response:
+    async def _answer(
+        self, request: Request, asked: ChatRequest | TextRequest, kind: str, shape: ReplyShape
+    ) -> Response:
         served = self._find(asked.model)
         async with self._tokenizing:  # one at a time: a tokenizer is not made for several threads
             limits = self._policy.max_tokens, self._engine.limits.queue
             asks, prompt_tokens = await asyncio.to_thread(make_asks, served, asked, *limits)
-        answer = Answer(Form(served.name, served.tokenizer, kind), shape, asks, Usage(prompt_tokens), False)
+        answer = AnswerStream(ReplyForm(served.name, served.tokenizer, kind), shape, asks, Usage(prompt_tokens), False)
         answer.scored = asked.scores is not None
         answer.submit(self._engine)
         if self._policy.log_prompts:
@@ -186,7 +188,7 @@ class Api:
             body = await _unless_gone(request, answer.whole())
             done.write("200")
             return JSONResponse(body)
-        except Refused as refused:
+        except BadRequest as refused:
             done.write(str(refused.status))
             raise
         except ClientDisconnect:
@@ -200,7 +202,7 @@ class Api:
         if served is None:
             names = ", ".join(one.name for one in self._models)
             message = f"the model {name[:200]!r} does not exist here; there is {names}"
-            raise Refused(404, message, "model", "model_not_found")
+            raise BadRequest(404, message, "model", "model_not_found")
         return served
 
     async def _json(self, request: Request) -> Any:
@@ -208,20 +210,20 @@ class Api:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # Also keeps other sites' pages out: a browser sends JSON elsewhere only after asking, and we never agree.
         if kind != "application/json":
-            raise Refused(400, "send the body as Content-Type: application/json", code="invalid_content_type")
+            raise BadRequest(400, "send the body as Content-Type: application/json", code="invalid_content_type")
         limit, body = self._policy.body_limit, bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > limit:
-                        raise Refused(413, f"the body is larger than {limit} bytes", code="request_too_large")
+                        raise BadRequest(413, f"the body is larger than {limit} bytes", code="request_too_large")
         except TimeoutError:
-            raise Refused(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
+            raise BadRequest(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
         try:
             return json.loads(body, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from None
+            raise BadRequest(400, f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from None
 
     def _guard(
         self, handler: Callable[[Request], Awaitable[Response]], open_to_all: bool = False
@@ -231,11 +233,11 @@ class Api:
         async def guarded(request: Request) -> Response:
             try:
                 if sum(len(name) + len(value) for name, value in request.scope["headers"]) > LONGEST_HEADERS:
-                    raise Refused(431, "the headers are too long", code="headers_too_large")
+                    raise BadRequest(431, "the headers are too long", code="headers_too_large")
                 if not open_to_all:
                     self._admit(request)
                 return await handler(request)
-            except Refused as refused:
+            except BadRequest as refused:
                 headers = {} if refused.wait is None else {"Retry-After": str(refused.wait)}
                 if refused.status in (408, 413):
                     headers["Connection"] = "close"  # the rest of the body is not read
@@ -250,14 +252,16 @@ class Api:
         if policy.key is not None:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), policy.key.encode()):
-                raise Refused(401, "the API key is missing or wrong", code="invalid_api_key")
+                raise BadRequest(401, "the API key is missing or wrong", code="invalid_api_key")
         elif policy.local_only and _host(request) not in LOOPBACK:
             # A web page whose name was pointed at this machine would otherwise be let in by the user's own browser.
-            raise Refused(403, "this server answers under the names of this machine only", code="wrong_host")
+            raise BadRequest(403, "this server answers under the names of this machine only", code="wrong_host")
         if policy.rate is not None and request.method == "POST":
             client = request.client.host if request.client else ""
             if wait := policy.rate.allow(client):
-                raise Refused(429, f"too many requests; try again in {wait} s", code="rate_limit_exceeded", wait=wait)
+                raise BadRequest(
+                    429, f"too many requests; try again in {wait} s", code="rate_limit_exceeded", wait=wait
+                )
 
 
 @dataclass
@@ -265,7 +269,7 @@ class _Log:
     """A line per request, without its words."""
 
     path: str
-    answer: Answer
+    answer: AnswerStream
     began: float = field(default_factory=time.perf_counter)
 
     def write(self, outcome: str) -> None:
@@ -274,7 +278,7 @@ class _Log:
         log.info("%s %s · %s · %s · %.1f s", self.path, outcome, self.answer.form.model, counts, seconds)
 
 
-async def _events(answer: Answer, with_usage: bool, done: _Log) -> AsyncIterator[bytes]:
+async def _events(answer: AnswerStream, with_usage: bool, done: _Log) -> AsyncIterator[bytes]:
     """The chunks as server-sent events. A failure is the last event, for the status has gone out long before."""
     outcome = "client left"
     try:
@@ -282,7 +286,7 @@ async def _events(answer: Answer, with_usage: bool, done: _Log) -> AsyncIterator
             yield b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
         outcome = "200"
         yield b"data: [DONE]\n\n"
-    except Refused as refused:
+    except BadRequest as refused:
         outcome = f"broken off: {refused}"
         yield b"data: " + json.dumps(refused.body()).encode() + b"\n\n"
     finally:
@@ -327,9 +331,9 @@ def _card(served: Served) -> dict[str, Any]:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     words = {404: "there is no such path", 405: "this path takes another method"}
     return JSONResponse(
-        Refused(error.status_code, words.get(error.status_code, error.detail)).body(), error.status_code
+        BadRequest(error.status_code, words.get(error.status_code, error.detail)).body(), error.status_code
     )
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return JSONResponse(Refused(500, FAILED).body(), 500)
+    return JSONResponse(BadRequest(500, FAILED).body(), 500)

@@ -11,15 +11,15 @@ import torch
 from shardwise.serve import kv
 from shardwise.serve.choose import score
 from shardwise.serve.models import Served
-from shardwise.serve.rows import Row
+from shardwise.serve.rows import AnswerRow
 
 log = logging.getLogger("shardwise.serve")
 
 
-class Batch:
+class DecodeBatch:
     """Rows with their shared cache. Its first `step` reads the prompts, each further one a token per row."""
 
-    def __init__(self, served: Served, rows: list[Row]) -> None:
+    def __init__(self, served: Served, rows: list[AnswerRow]) -> None:
         self.served, self.rows = served, rows
         self.cache = kv.new_cache(served.model)
         device = served.model.device
@@ -53,7 +53,7 @@ class Batch:
         self._mask, self._next = mask[:, first:], self._next[index]
         kv.keep_rows(self.cache, index, first)
 
-    def join(self, other: Batch) -> None:
+    def join(self, other: DecodeBatch) -> None:
         """Takes over the rows of another batch that has read its prompts too."""
         self._mask = kv.stack(self._mask, other._mask, -1)
         self._next = torch.cat([self._next, other._next])
@@ -83,7 +83,7 @@ class Batch:
         return logits
 
 
-def _advance(row: Row, logits: torch.Tensor, likeliest: int) -> int:
+def _advance(row: AnswerRow, logits: torch.Tensor, likeliest: int) -> int:
     """Gives a row its next token; one that fails does so alone. Logits [1, vocabulary]."""
     try:
         token = likeliest if row.chooser.plain else row.chooser.pick(logits, row.seen)

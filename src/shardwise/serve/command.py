@@ -22,7 +22,7 @@ GRACE = 10.0  # seconds that answers under way have after Ctrl-C or SIGTERM
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """What the command line says."""
 
     words: list[str]
@@ -41,7 +41,7 @@ class Options:
     changed_tokenizer: bool = False
 
 
-def serve(options: Options) -> None:
+def serve(options: ServeOptions) -> None:
     """Serves the models until Ctrl-C or SIGTERM."""
     from shardwise.serve import vllm
     from shardwise.serve.models import split_names
@@ -67,20 +67,25 @@ def serve(options: Options) -> None:
 
 
 def _run(
-    options: Options, places: dict[str, str], key: str | None, rate: Rate | None, local: bool, listener: socket.socket
+    options: ServeOptions,
+    places: dict[str, str],
+    key: str | None,
+    rate: Rate | None,
+    local: bool,
+    listener: socket.socket,
 ) -> None:
     import uvicorn
 
     from shardwise.export.inference import load_for_inference
     from shardwise.serve.app import Api, Policy
-    from shardwise.serve.engine import Engine, Limits
+    from shardwise.serve.engine import BatchingEngine, Limits
     from shardwise.serve.models import load_models
 
     changed = options.changed_tokenizer
     models = load_models(places, changed, lambda place: load_for_inference(place, changed))
     on_gpu = any(served.model.device.type != "cpu" for served in models)
     limits = Limits(options.max_concurrent, options.queue, options.timeout, 4096 if on_gpu else 512)
-    engine = Engine(models, limits)
+    engine = BatchingEngine(models, limits)
     policy = Policy(key, options.max_tokens, rate, local, log_prompts=options.log_prompts)
     config = web_config(Api(models, engine, policy).app())
 
@@ -125,7 +130,7 @@ def web_config(app: Any) -> Any:
     )  # fmt: skip
 
 
-def banner(options: Options, listener: socket.socket, names: list[str], with_key: bool) -> str:
+def banner(options: ServeOptions, listener: socket.socket, names: list[str], with_key: bool) -> str:
     """What a user needs to know once it is up: where, what, and a line to try."""
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

@@ -22,10 +22,10 @@ import torch
 
 from shardwise.core.errors import UserError
 from shardwise.nn.generate import Sampling
-from shardwise.serve.batch import Batch
+from shardwise.serve.batch import DecodeBatch
 from shardwise.serve.kv import can_join
 from shardwise.serve.models import Models, Served
-from shardwise.serve.rows import Ask, Event, Row
+from shardwise.serve.rows import AnswerRow, Ask, Event
 
 log = logging.getLogger("shardwise.serve")
 
@@ -46,15 +46,15 @@ class Limits:
     memory: float = 0.5  # share of the free memory that keys and values may take
 
 
-class Engine:
+class BatchingEngine:
     """Answers requests for all models of a server, on a thread of its own."""
 
     def __init__(self, models: Models, limits: Limits) -> None:
         self.limits = limits
         self._joins = {served: _checked(served) for served in models}
-        self._waiting: deque[Row] = deque()
-        self._starting: list[Row] = []
-        self._batches: list[Batch] = []
+        self._waiting: deque[AnswerRow] = deque()
+        self._starting: list[AnswerRow] = []
+        self._batches: list[DecodeBatch] = []
         self._per_token = {served: _bytes_per_token(served) for served in models}
         self._memory = limits.memory * min(_free_memory(served) for served in models)
         self._wake = threading.Condition()
@@ -65,13 +65,13 @@ class Engine:
         """Begins to answer."""
         self._thread.start()
 
-    def submit(self, asks: list[Ask], emits: list[Callable[[Event], None]]) -> list[Row] | None:
+    def submit(self, asks: list[Ask], emits: list[Callable[[Event], None]]) -> list[AnswerRow] | None:
         """Takes all of these on, or none where there is no room for them."""
         deadline = time.monotonic() + self.limits.seconds
         with self._wake:
             if self._stopping is not None or len(self._waiting) + len(asks) > self.limits.queue:
                 return None
-            rows = [Row(ask, emit, deadline) for ask, emit in zip(asks, emits, strict=True)]
+            rows = [AnswerRow(ask, emit, deadline) for ask, emit in zip(asks, emits, strict=True)]
             self._waiting.extend(rows)
             self._wake.notify()
         return rows
@@ -96,7 +96,7 @@ class Engine:
         """How many requests are being answered, and how many wait."""
         return len(self._under_way()), len(self._waiting)
 
-    def _under_way(self) -> list[Row]:
+    def _under_way(self) -> list[AnswerRow]:
         # Once each: a row is in both places for a moment, and others ask from threads of their own.
         return list(dict.fromkeys([*self._starting, *(row for batch in self._batches for row in batch.rows)]))
 
@@ -122,7 +122,7 @@ class Engine:
             if self.stopping and not self._under_way():
                 return False
         rows = self._starting
-        fresh = [Batch(rows[0].ask.served, rows)] if rows else []
+        fresh = [DecodeBatch(rows[0].ask.served, rows)] if rows else []
         for batch in [*fresh, *self._batches]:
             self._guarded([batch], batch.step)
         self._starting = []
@@ -146,13 +146,13 @@ class Engine:
             batch.drop()
         self._batches = [batch for batch in self._batches if batch.rows]
 
-    def _admitted(self) -> list[Row]:
+    def _admitted(self) -> list[AnswerRow]:
         """The rows to begin with now, all of one model, as far as rows, prompt tokens and memory allow."""
         if not self._waiting:
             return []
         served = self._waiting[0].ask.served
         room = self.limits.concurrent - sum(len(batch.rows) for batch in self._batches)
-        chosen: list[Row] = []
+        chosen: list[AnswerRow] = []
         for row in self._waiting:
             if row.ask.served is not served:
                 continue
@@ -166,7 +166,7 @@ class Engine:
         self._waiting = deque(row for row in self._waiting if row not in chosen)
         return chosen
 
-    def _fits(self, served: Served, rows: list[Row]) -> bool:
+    def _fits(self, served: Served, rows: list[AnswerRow]) -> bool:
         """Whether the memory would hold these rows too, all answers being as long as they may."""
         lines = {batch: [row.ask.need for row in batch.rows] for batch in self._batches}
         size = 0.0
@@ -178,7 +178,7 @@ class Engine:
         size += max(row.ask.need for row in rows) * len(rows) * self._per_token[served]
         return size <= self._memory
 
-    def _place(self, fresh: Batch) -> None:
+    def _place(self, fresh: DecodeBatch) -> None:
         """Lets rows that have read their prompts go on with the others of their model."""
         if not fresh.rows:
             return
@@ -188,7 +188,7 @@ class Engine:
         else:
             self._batches.append(fresh)
 
-    def _guarded(self, batches: list[Batch], work: Callable[[], None]) -> None:
+    def _guarded(self, batches: list[DecodeBatch], work: Callable[[], None]) -> None:
         """Does some work on batches; a failure ends their requests and nothing else."""
         try:
             work()
@@ -213,8 +213,8 @@ def _checked(served: Served) -> bool:
 @torch.inference_mode()
 def _bytes_per_token(served: Served) -> float:
     """Measured on one token, which also shows that the model answers at all."""
-    row = Row(Ask(served, [min(served.stops, default=0)] * 2, Sampling(max_tokens=2)), lambda _: None, math.inf)
-    batch = Batch(served, [row])
+    row = AnswerRow(Ask(served, [min(served.stops, default=0)] * 2, Sampling(max_tokens=2)), lambda _: None, math.inf)
+    batch = DecodeBatch(served, [row])
     batch.rows[0].pieces.stops = set()  # whatever it says, the row stays
     batch.step()
     return batch.bytes_per_token()

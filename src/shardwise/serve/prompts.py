@@ -8,21 +8,23 @@ from shardwise.core.errors import UserError
 from shardwise.nn.generate import prompt_ids, room_after, text_ids
 from shardwise.nn.models.build import vocabulary_size
 from shardwise.serve.models import Served
-from shardwise.serve.protocol import ChatRequest, Refused, TextRequest
+from shardwise.serve.protocol import BadRequest, ChatRequest, TextRequest
 from shardwise.serve.rows import Ask
 
 
 def make_asks(served: Served, asked: ChatRequest | TextRequest, limit: int, most: int) -> tuple[list[Ask], int]:
-    """One ask for each answer (`n` for each prompt), and the tokens of all prompts; `Refused` where one will not do."""
+    """One ask for each answer (`n` for each prompt), and the tokens of all prompts; raises BadRequest."""
     count = asked.n * (1 if isinstance(asked, ChatRequest) else len(asked.prompts))
     if count > most:
-        raise Refused(400, f"n: {count} answers are asked for at once, and {most} are the most", "n", "invalid_value")
+        raise BadRequest(
+            400, f"n: {count} answers are asked for at once, and {most} are the most", "n", "invalid_value"
+        )
     if isinstance(asked, ChatRequest):
         prompts = [_conversation(served, asked)]
     else:
         prompts = [_text(served, prompt) for prompt in asked.prompts]
     if not prompts:
-        raise Refused(400, "prompt: is empty", "prompt", "invalid_value")
+        raise BadRequest(400, "prompt: is empty", "prompt", "invalid_value")
     asks = []
     for prompt in prompts:
         size = _longest(served, prompt, asked.wanted, limit)
@@ -36,36 +38,36 @@ def _longest(served: Served, prompt: list[int], wanted: int | None, limit: int) 
     try:
         room = room_after(served.model, prompt)
     except UserError as error:
-        raise Refused(400, f"the prompt {_problem(error)}", "prompt", "context_length_exceeded") from None
+        raise BadRequest(400, f"the prompt {_problem(error)}", "prompt", "context_length_exceeded") from None
     if wanted is None:
         return limit if room is None else min(limit, room)
     if wanted > limit:
-        raise Refused(400, f"max_tokens: this server gives at most {limit}", "max_tokens", "invalid_value")
+        raise BadRequest(400, f"max_tokens: this server gives at most {limit}", "max_tokens", "invalid_value")
     if room is not None and wanted > room:
         message = (
             f"the context is {served.context} tokens; the prompt has {len(prompt)} and {wanted} are asked for the "
             f"answer: shorten the prompt or ask for {room} at most"
         )
-        raise Refused(400, message, "max_tokens", "context_length_exceeded")
+        raise BadRequest(400, message, "max_tokens", "context_length_exceeded")
     return wanted
 
 
 def _conversation(served: Served, asked: ChatRequest) -> list[int]:
     if not served.tokenizer.chat_template:
         message = f"{served.name} has no chat template; use /v1/completions"
-        raise Refused(400, message, "model", "no_chat_template")
+        raise BadRequest(400, message, "model", "no_chat_template")
     tools = asked.tools if asked.tool_choice != "none" else None
     if tools and not served.takes_tools:
-        raise Refused(400, f"tools: the chat template of {served.name} takes none", "tools", "unsupported_value")
+        raise BadRequest(400, f"tools: the chat template of {served.name} takes none", "tools", "unsupported_value")
     messages = [message.plain() for message in asked.messages]
     try:
         return prompt_ids(served.tokenizer, messages, tools)
     except UserError as error:
-        raise Refused(400, f"messages: {_problem(error)}", "messages", "invalid_value") from None
+        raise BadRequest(400, f"messages: {_problem(error)}", "messages", "invalid_value") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         # Templates are programs, and some stumble over messages that their authors did not think of.
         message = f"messages: the chat template cannot take them ({error})"
-        raise Refused(400, message[:500], "messages", "invalid_value") from None
+        raise BadRequest(400, message[:500], "messages", "invalid_value") from None
 
 
 def _text(served: Served, prompt: Any) -> list[int]:
@@ -73,10 +75,10 @@ def _text(served: Served, prompt: Any) -> list[int]:
         try:
             return text_ids(served.tokenizer, prompt)
         except (TypeError, ValueError) as error:
-            raise Refused(400, f"prompt: is no text ({error})", "prompt", "invalid_value") from None
+            raise BadRequest(400, f"prompt: is no text ({error})", "prompt", "invalid_value") from None
     words = vocabulary_size(served.model)
     if not all(0 <= token < words for token in prompt):
-        raise Refused(400, f"prompt: token ids go from 0 to {words - 1}", "prompt", "invalid_value")
+        raise BadRequest(400, f"prompt: token ids go from 0 to {words - 1}", "prompt", "invalid_value")
     return list(prompt)
 
 

@@ -25,7 +25,7 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Whole = Annotated[int, Field(ge=1)]
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """A request that gets an error instead of an answer."""
 
     def __init__(
@@ -192,9 +192,9 @@ Request = TypeVar("Request", ChatRequest, TextRequest)
 
 
 def parse(kind: type[Request], body: Any) -> Request:
-    """A request from its JSON; `Refused` names the first field that is wrong."""
+    """A request from its JSON; `BadRequest` names the first field that is wrong."""
     if not isinstance(body, dict):
-        raise Refused(400, "the body is to be a JSON object")
+        raise BadRequest(400, "the body is to be a JSON object")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -204,8 +204,8 @@ def parse(kind: type[Request], body: Any) -> Request:
         first = max(same, key=lambda one: len(one["loc"]))
         param = ".".join(str(part) for part in first["loc"] if _is_place(part))
         if first["type"] == "extra_forbidden":
-            raise Refused(400, f"unknown field: {param}", param, "unknown_parameter") from None
-        raise Refused(400, f"{param}: {first['msg']}", param, "invalid_value") from None
+            raise BadRequest(400, f"unknown field: {param}", param, "unknown_parameter") from None
+        raise BadRequest(400, f"{param}: {first['msg']}", param, "invalid_value") from None
 
 
 def _is_place(part: int | str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shardwise.serve.choose import Scored
-from shardwise.serve.rows import Piece
+from shardwise.serve.rows import TextPiece
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Usage:
 
 
 @dataclass
-class Form:
+class ReplyForm:
     """What all chunks of one answer share."""
 
     model: str
@@ -45,47 +45,47 @@ class Form:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
-class Shape(Protocol):
+class ReplyShape(Protocol):
     """How chats and completions differ."""
 
-    def whole(self, form: Form, index: int, pieces: list[Piece], reason: str, scored: bool) -> dict[str, Any]:
+    def whole(self, form: ReplyForm, index: int, pieces: list[TextPiece], reason: str, scored: bool) -> dict[str, Any]:
         """A choice of a whole answer."""
 
-    def opening(self, form: Form, index: int) -> dict[str, Any] | None:
+    def opening(self, form: ReplyForm, index: int) -> dict[str, Any] | None:
         """The choice of a stream's first chunk, where there is one before the text."""
 
-    def part(self, form: Form, index: int, piece: Piece, scored: bool) -> dict[str, Any]:
+    def part(self, form: ReplyForm, index: int, piece: TextPiece, scored: bool) -> dict[str, Any]:
         """A choice of a chunk with text."""
 
-    def closing(self, form: Form, index: int, reason: str) -> dict[str, Any]:
+    def closing(self, form: ReplyForm, index: int, reason: str) -> dict[str, Any]:
         """A choice of a stream's last chunk."""
 
 
 class Chat:
     """Shapes of `/v1/chat/completions`."""
 
-    def whole(self, form: Form, index: int, pieces: list[Piece], reason: str, scored: bool) -> dict[str, Any]:
+    def whole(self, form: ReplyForm, index: int, pieces: list[TextPiece], reason: str, scored: bool) -> dict[str, Any]:
         """See Shape."""
         message = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
         tokens = [token for piece in pieces for token in piece.scored]
         logprobs = self._logprobs(form, tokens) if scored else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def opening(self, form: Form, index: int) -> dict[str, Any] | None:
+    def opening(self, form: ReplyForm, index: int) -> dict[str, Any] | None:
         """See Shape."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def part(self, form: Form, index: int, piece: Piece, scored: bool) -> dict[str, Any]:
+    def part(self, form: ReplyForm, index: int, piece: TextPiece, scored: bool) -> dict[str, Any]:
         """See Shape."""
         logprobs = self._logprobs(form, piece.scored) if scored else None
         return {"index": index, "delta": {"content": piece.text}, "logprobs": logprobs, "finish_reason": None}
 
-    def closing(self, form: Form, index: int, reason: str) -> dict[str, Any]:
+    def closing(self, form: ReplyForm, index: int, reason: str) -> dict[str, Any]:
         """See Shape."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, form: Form, tokens: Iterable[Scored]) -> dict[str, Any]:
+    def _logprobs(self, form: ReplyForm, tokens: Iterable[Scored]) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             word = form.word(token)
             half = "\ufffd" in word  # the bytes of half a character are not to be had from every tokenizer
@@ -101,25 +101,25 @@ class Text:
     def __init__(self) -> None:
         self._offsets: dict[int, int] = {}
 
-    def whole(self, form: Form, index: int, pieces: list[Piece], reason: str, scored: bool) -> dict[str, Any]:
+    def whole(self, form: ReplyForm, index: int, pieces: list[TextPiece], reason: str, scored: bool) -> dict[str, Any]:
         """See Shape."""
-        merged = Piece("".join(p.text for p in pieces), tuple(token for p in pieces for token in p.scored))
+        merged = TextPiece("".join(p.text for p in pieces), tuple(token for p in pieces for token in p.scored))
         return self.part(form, index, merged, scored) | {"finish_reason": reason}
 
-    def opening(self, form: Form, index: int) -> dict[str, Any] | None:
+    def opening(self, form: ReplyForm, index: int) -> dict[str, Any] | None:
         """See Shape."""
         return None
 
-    def part(self, form: Form, index: int, piece: Piece, scored: bool) -> dict[str, Any]:
+    def part(self, form: ReplyForm, index: int, piece: TextPiece, scored: bool) -> dict[str, Any]:
         """See Shape."""
         logprobs = self._logprobs(form, index, piece.scored) if scored else None
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
 
-    def closing(self, form: Form, index: int, reason: str) -> dict[str, Any]:
+    def closing(self, form: ReplyForm, index: int, reason: str) -> dict[str, Any]:
         """See Shape."""
         return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, form: Form, index: int, tokens: Iterable[Scored]) -> dict[str, Any]:
+    def _logprobs(self, form: ReplyForm, index: int, tokens: Iterable[Scored]) -> dict[str, Any]:
         tokens = list(tokens)
         words, offsets = [form.word(one.token) for one in tokens], []
         for word in words:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.nn.generate import Pieces, Sampling
+from shardwise.nn.generate import Sampling, TextPieces
 from shardwise.serve.choose import Chooser, Scored
 from shardwise.serve.models import Served
 
@@ -32,7 +32,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Text that can be shown, with the scored tokens it came from where they were asked for."""
 
     text: str
@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AnswerEnded:
     """The answer is whole."""
 
     reason: Literal["stop", "length"]
@@ -55,7 +55,7 @@ class Failed:
     message: str
 
 
-Event = Piece | Ended | Failed
+Event = TextPiece | AnswerEnded | Failed
 
 
 @dataclass
@@ -87,7 +87,7 @@ class StopText:
 
 
 @dataclass(eq=False)
-class Row:
+class AnswerRow:
     """The state of one answer."""
 
     ask: Ask
@@ -101,7 +101,7 @@ class Row:
     def __post_init__(self) -> None:
         served = self.ask.served
         self.chooser = Chooser(self.ask.sampling, served.model.device)
-        self.pieces = Pieces(served.tokenizer, served.stops, self._show)
+        self.pieces = TextPieces(served.tokenizer, served.stops, self._show)
         self._cut = StopText(self.ask.stop)
 
     @property
@@ -137,7 +137,7 @@ class Row:
 
     def _send(self, text: str, final: bool = False) -> None:
         if text or (final and self._scored):
-            self.emit(Piece(text, tuple(self._scored)))
+            self.emit(TextPiece(text, tuple(self._scored)))
             self._scored.clear()
 
     def _finish(self, reason: Literal["stop", "length"]) -> None:
@@ -145,4 +145,4 @@ class Row:
         if not self._cut.hit:
             self._send(self._cut.pass_on("", final=True), final=True)
         self.over = True
-        self.emit(Ended("stop" if self._cut.hit else reason, self.tokens))
+        self.emit(AnswerEnded("stop" if self._cut.hit else reason, self.tokens))

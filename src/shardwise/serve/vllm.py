@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from shardwise.core.errors import UserError
 
 if TYPE_CHECKING:
-    from shardwise.serve.command import Options
+    from shardwise.serve.command import ServeOptions
 
 
-def wanted(options: Options, places: dict[str, str]) -> bool:
+def wanted(options: ServeOptions, places: dict[str, str]) -> bool:
     """Whether vLLM is to do the work."""
     if options.engine not in ("auto", "vllm", "transformers"):
         raise UserError("--engine", options.engine, "is not known", "use auto, vllm or transformers")
@@ -31,7 +31,7 @@ def wanted(options: Options, places: dict[str, str]) -> bool:
     return reason is None
 
 
-def _unfit(options: Options, places: dict[str, str]) -> tuple[str, str] | None:
+def _unfit(options: ServeOptions, places: dict[str, str]) -> tuple[str, str] | None:
     """Why vLLM cannot do it, and what to do instead."""
     import torch
 
@@ -58,7 +58,7 @@ def _folder(place: str) -> Path | None:
     return next((folder for folder in (path / "model", path) if (folder / "config.json").is_file()), None)
 
 
-def command_line(options: Options, places: dict[str, str]) -> list[str]:
+def command_line(options: ServeOptions, places: dict[str, str]) -> list[str]:
     """The same server in vLLM's words."""
     (name, place), = places.items()  # fmt: skip
     longest = json.dumps({"max_new_tokens": options.max_tokens})
@@ -69,7 +69,7 @@ def command_line(options: Options, places: dict[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
-def run(options: Options, places: dict[str, str], key: str | None) -> None:
+def run(options: ServeOptions, places: dict[str, str], key: str | None) -> None:
     """Becomes vLLM's server, after the check that ours makes too: the tokenizer is the one of the training."""
     from transformers import AutoTokenizer
 

@@ -18,7 +18,7 @@ from shardwise.config.combinations import remarks
 from shardwise.config.paths import flatten
 from shardwise.config.units import human
 from shardwise.data.epochs import stream_in_words
-from shardwise.distributed.mesh import Layout, layout_of
+from shardwise.distributed.mesh import MeshLayout, layout_of
 from shardwise.distributed.mesh_diagram import axis_lines, picture
 from shardwise.nn.adapters.apply import apply_method
 from shardwise.nn.models.build import build_on_meta, find_blocks
@@ -33,11 +33,11 @@ from shardwise.parallel.zero.units import choose_units, describe_units
 from shardwise.train.describe_method import method_lines
 
 if TYPE_CHECKING:
-    from shardwise.config.deepspeed import Entry
+    from shardwise.config.deepspeed import KeyAccount
     from shardwise.config.load import LoadedRun
     from shardwise.config.resolve import Resolution
     from shardwise.config.schema import Run
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
     from shardwise.train.result import Result
 
 STAGES = {
@@ -48,7 +48,7 @@ STAGES = {
 }
 
 
-def _data_lines(job: Job) -> Iterator[str]:
+def _data_lines(job: ResolvedRun) -> Iterator[str]:
     """What the run learns from, and what became of rows that did not go in as they are."""
     data = job.data
     if data.complete:
@@ -65,7 +65,7 @@ def _data_lines(job: Job) -> Iterator[str]:
             yield f"[yellow]{escape(one.spec.source.path)}: {said} (listed in {one.folder / 'fates.jsonl'})[/yellow]"
 
 
-def _aim(job: Job) -> str | None:
+def _aim(job: ResolvedRun) -> str | None:
     """What the model is trained to do, where it is not to go on with a text."""
     objective: Any = job.run.objective
     match objective.type:
@@ -80,7 +80,7 @@ def _aim(job: Job) -> str | None:
     return None
 
 
-def print_plan(job: Job, console: Console | None = None) -> None:
+def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
     """The run in a dozen lines: model, data, batch arithmetic, sharding and what each rank will hold."""
     run, ranks = job.run, job.ranks
     layout = layout_of(run.parallel, ranks)
@@ -140,7 +140,7 @@ def print_plan(job: Job, console: Console | None = None) -> None:
     (console or Console()).print(table)
 
 
-def _nothing(layout: Layout) -> str:
+def _nothing(layout: MeshLayout) -> str:
     return "alone, nothing to divide" if layout.ranks == 1 else "no rank besides that has the same weights"
 
 
@@ -154,7 +154,7 @@ def _pipeline(run: Run, stages: int, micros: int) -> str:
     )
 
 
-def _epochs(job: Job) -> str:
+def _epochs(job: ResolvedRun) -> str:
     """How many epochs the steps are."""
     train = job.run.train
     assert train.steps is not None
@@ -180,7 +180,7 @@ def _place(place: str, states: str) -> tuple[str, str]:
     return f"per rank, {'host' if place == 'cpu' else place}", ""
 
 
-def print_account(account: tuple[Entry, ...], run: Run, console: Console | None = None) -> None:
+def print_account(account: tuple[KeyAccount, ...], run: Run, console: Console | None = None) -> None:
     """What became of each key of a DeepSpeed config, with the answers to "auto"; nothing where there is none."""
     if not account:
         return
@@ -199,7 +199,7 @@ def print_account(account: tuple[Entry, ...], run: Run, console: Console | None 
     (console or Console()).print(table, highlight=False)
 
 
-def print_result(result: Result, job: Job, console: Console | None = None) -> None:
+def print_result(result: Result, job: ResolvedRun, console: Console | None = None) -> None:
     """The curve and where things lie."""
     console = console or Console()
     ascii_only = not (console.encoding or "").lower().startswith("utf")

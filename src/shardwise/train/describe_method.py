@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
 from shardwise.nn.adapters.apply import Adapted
-from shardwise.nn.adapters.plan import Plan
+from shardwise.nn.adapters.plan import AdapterPlan
 from shardwise.optim.build import state_bytes
 
 if TYPE_CHECKING:
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 
-def method_lines(job: Job) -> list[tuple[str, str]]:
+def method_lines(job: ResolvedRun) -> list[tuple[str, str]]:
     """The plan's first rows: the model, and what of it is trained."""
     adapted, run = job.adapted, job.run
     model = f"{job.source.label}, {adapted.parameters / 1e6:,.1f}M parameters"
@@ -45,7 +45,7 @@ def _named(adapted: Adapted, run: Run) -> str:
     return f"{run.method.type}{_ranks(plan)} on {len(plan.targets)} modules{base}{whole}{onward}"
 
 
-def _ranks(plan: Plan) -> str:
+def _ranks(plan: AdapterPlan) -> str:
     if plan.kind != "lora":
         return ""
     ranks = sorted(set(plan.ranks.values()))

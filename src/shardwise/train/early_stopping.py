@@ -36,7 +36,7 @@ def better(value: float, best: float | None, more: bool, least: float = 0.0) -> 
     return best is None or (value - best if more else best - value) > least
 
 
-class Watch:
+class EarlyStopping:
     """Follows evaluations: `checkpoint.best` and `train.stop_early`."""
 
     def __init__(

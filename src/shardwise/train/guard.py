@@ -36,7 +36,7 @@ class GoBack(RunFailed):
     kind = "back"
 
 
-class Guard:
+class LossGuard:
     """Looks at each step's numbers as the settings ask; every rank comes to the same answer."""
 
     def __init__(self, settings: Settings, world: World, output: Path, scaled: bool) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.folders import step_folder
 from shardwise.core.errors import RunFailed
 from shardwise.data.loader import StepBatch
-from shardwise.data.prefetcher import Ahead
+from shardwise.data.prefetcher import Prefetcher
 from shardwise.distributed.mesh import World
 from shardwise.export.command import SOON, export_folder
 from shardwise.export.facts import write_data
@@ -24,16 +24,16 @@ from shardwise.observe.metrics import read_metrics
 from shardwise.observe.pace import EVERY, Pace
 from shardwise.observe.prediction import beside_prediction
 from shardwise.optim.schedules import set_rates
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 from shardwise.train.control import Control
-from shardwise.train.early_stopping import Watch
-from shardwise.train.guard import Guard
+from shardwise.train.early_stopping import EarlyStopping
+from shardwise.train.guard import LossGuard
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
 from shardwise.train.outer_sync import NoSync
 from shardwise.train.profiling import Profiling
-from shardwise.train.report import Report
+from shardwise.train.report import TrainReport
 from shardwise.train.samples import forget_samples_after, write_samples
-from shardwise.train.setup import Parts
+from shardwise.train.setup import TrainState
 from shardwise.train.state import tensors_of, write_model
 
 
@@ -48,7 +48,7 @@ class Outcome:
     early: str = ""
 
 
-def fit(parts: Parts, join: Callable[[Parts], NoSync] = lambda _: NoSync()) -> Outcome:
+def fit(parts: TrainState, join: Callable[[TrainState], NoSync] = lambda _: NoSync()) -> Outcome:
     """Trains from the parts' position to the last step, saving and evaluating on the way.
 
     `join` enters the run into synchronisation with other workers (DiLoCo).
@@ -57,10 +57,10 @@ def fit(parts: Parts, join: Callable[[Parts], NoSync] = lambda _: NoSync()) -> O
     save_every, eval_every, copy_every = run.checkpoint.every, run.train.eval_every, run.checkpoint.memory
     stop, loss, eval_loss = 0, None, None
     meeting = join(parts)  # of workers that train apart: it may move the position on
-    guard = Guard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
+    guard = LossGuard(run.guard, world, parts.job.output, parts.scaler.is_enabled())
     skipped = guard.resume(position)  # this too
     total = parts.meter.total = parts.job.last_step(position.step, position.sequences)
-    report = Report(parts, total)
+    report = TrainReport(parts, total)
     watch = watch_of(parts)
     forget_samples_after(parts)
     save_seconds, eval_seconds, copy_seconds = (e.seconds if e else None for e in (save_every, eval_every, copy_every))
@@ -68,7 +68,7 @@ def fit(parts: Parts, join: Callable[[Parts], NoSync] = lambda _: NoSync()) -> O
     pace = Pace(world.control, parts.timer)
     profiling = Profiling(parts.job, world, total)
     epochs, rows = parts.job.epochs, run.train.batch_size
-    batches = Ahead(
+    batches = Prefetcher(
         parts.loader, rows, int(run.train.micro_batch_size), world.place.data, world.layout.data,
         end=epochs.end if epochs is not None else position.sequences + (total - position.step) * rows,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def fit(parts: Parts, join: Callable[[Parts], NoSync] = lambda _: NoSync()) -> O
     return outcome
 
 
-def accumulate(parts: Parts, batch: StepBatch) -> torch.Tensor:
+def accumulate(parts: TrainState, batch: StepBatch) -> torch.Tensor:
     """Forward and backward over the micro-batches; returns this rank's summed loss (and by source), on the device.
 
     The gradient is that of (sum of losses over all ranks) / (learned tokens of the whole step): every token counts the
@@ -202,7 +202,7 @@ def agree_on_units(batch: StepBatch, world: World) -> StepBatch:
     return replace(batch, supervised=int(counts.sum()), by_source=tuple(int(n) for n in counts))
 
 
-def evaluate(parts: Parts) -> Evaluation:
+def evaluate(parts: TrainState) -> Evaluation:
     """The loss over the held-out sequences, the same on every rank."""
     loader, world, objective, spread = parts.eval_loader, parts.world, parts.objective, parts.spread
     assert loader is not None
@@ -217,14 +217,14 @@ def evaluate(parts: Parts) -> Evaluation:
     return evaluation_of(sums, objective, loader.names)
 
 
-def watch_of(parts: Parts) -> Watch:
+def watch_of(parts: TrainState) -> EarlyStopping:
     """Follows the run's evaluations from its position on."""
     sources = parts.eval_loader.names if parts.eval_loader else []
     figures = (*parts.objective.figures, *(["perplexity"] if parts.objective.of_tokens else []))
-    return Watch(parts.job.run, parts.position, parts.store.root, sources, figures)
+    return EarlyStopping(parts.job.run, parts.position, parts.store.root, sources, figures)
 
 
-def save(parts: Parts) -> None:
+def save(parts: TrainState) -> None:
     """Starts a checkpoint of the current position."""
     job, tensors, position, run_json = _state(parts)
     parts.store.save(
@@ -234,14 +234,14 @@ def save(parts: Parts) -> None:
     parts.sharded.saved()
 
 
-def copy(parts: Parts) -> None:
+def copy(parts: TrainState) -> None:
     """Starts a copy of the current position in memory."""
     _, tensors, position, run_json = _state(parts)
     parts.copies.save(parts.position.step, tensors, position, run_json)
     parts.sharded.saved()
 
 
-def _state(parts: Parts) -> tuple[Job, dict[str, Any], dict[str, Any], str]:
+def _state(parts: TrainState) -> tuple[ResolvedRun, dict[str, Any], dict[str, Any], str]:
     """What a later start needs."""
     position, job = parts.position, parts.job
     position.seconds = parts.meter.seconds
@@ -251,7 +251,7 @@ def _state(parts: Parts) -> tuple[Job, dict[str, Any], dict[str, Any], str]:
     return job, tensors, position.to_json(job.data.fingerprint), job.run.model_dump_json(indent=1)
 
 
-def finish(parts: Parts, outcome: Outcome, checkpoint: Path) -> None:
+def finish(parts: TrainState, outcome: Outcome, checkpoint: Path) -> None:
     """On the main rank: the Hugging Face folder, the curve and a summary beside them."""
     job = parts.job
     target = job.output / "model"

@@ -15,10 +15,10 @@ import torch
 from torch.profiler import record_function
 
 from shardwise.distributed.mesh import World
-from shardwise.observe.profile import UPDATE, Profile, recording
+from shardwise.observe.profile import UPDATE, StepProfile, recording
 
 if TYPE_CHECKING:
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 LONGEST = 100_000  # allocations that a snapshot remembers
 
@@ -26,7 +26,7 @@ LONGEST = 100_000  # allocations that a snapshot remembers
 class Profiling:
     """Records the steps that were asked for; nothing else costs anything."""
 
-    def __init__(self, job: Job, world: World, total: int) -> None:
+    def __init__(self, job: ResolvedRun, world: World, total: int) -> None:
         self._job, self._world, self._steps = job, world, frozenset(job.run.log.profile)
         self._folder, self._active = job.output / "profile", False
         late = sorted(step for step in self._steps if step > total)
@@ -69,7 +69,7 @@ class Profiling:
         return told
 
 
-def in_words(job: Job, found: Profile, tokens: int, world: World) -> str:
+def in_words(job: ResolvedRun, found: StepProfile, tokens: int, world: World) -> str:
     """What the step was made of and what would make it faster."""
     from rich.console import Console
 

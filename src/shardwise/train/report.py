@@ -18,29 +18,29 @@ from shardwise.observe.memory import MemoryWatch
 from shardwise.observe.metrics import MetricsFile
 from shardwise.observe.pace import told
 from shardwise.observe.progress import Progress
-from shardwise.observe.ranks import HostWatch, RankFile, host_file
+from shardwise.observe.ranks import HostFigures, RankFile, host_file
 from shardwise.observe.tables import Tables
 from shardwise.observe.trackers import Trackers, openers_of
 from shardwise.parallel.selfcheck import without_gradient
 from shardwise.train.heldout import Evaluation
-from shardwise.train.setup import Parts
+from shardwise.train.setup import TrainState
 from shardwise.train.status import logs_of
 
 LARGE = 50_000_000  # parameters from which writing and exporting take more than a moment
 BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable
 
 
-class Report:
+class TrainReport:
     """On the main rank: the live line and metrics.jsonl. On each its own figures; on a host's first the host's."""
 
-    def __init__(self, parts: Parts, total: int) -> None:
+    def __init__(self, parts: TrainState, total: int) -> None:
         run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
         self._looked, self._large = False, parts.job.parameters >= LARGE
         world, logs = parts.world, logs_of(parts.job.output)
         self._own = RankFile(logs, world.rank, world.size, _device_name(world.device))
         self._host: AbstractContextManager[Any] = nullcontext()
         if world.local_rank == 0:
-            self._host = HostWatch(host_file(logs, world.rank), parts.job.output)
+            self._host = HostFigures(host_file(logs, world.rank), parts.job.output)
         if self._active:
             tables = Tables(Path(run.log.csv).expanduser()) if run.log.csv else None
             self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
@@ -56,7 +56,7 @@ class Report:
             cuda = device.type == "cuda"
             self._memory = MemoryWatch(torch.cuda.get_device_properties(device).total_memory if cuda else 0)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> TrainReport:
         self._host.__enter__()
         if self._active:
             self._progress.__enter__()
@@ -94,7 +94,7 @@ class Report:
                 self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
         self.noted(self._trackers.troubles() if self._active else [])
 
-    def first_gradients(self, parts: Parts) -> None:
+    def first_gradients(self, parts: TrainState) -> None:
         """Once: says what is to be trained but has no gradient, which would stay as it is in silence."""
         if self._active and not self._looked:
             if idle := without_gradient(parts.sharded, parts.update):

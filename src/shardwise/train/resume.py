@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.copies import Copies, NoCopies
+from shardwise.checkpoint.copies import MemoryCheckpoints, NoMemoryCheckpoints
 from shardwise.checkpoint.folders import list_checkpoints, put_aside, step_of
 from shardwise.checkpoint.integrity import Damage
 from shardwise.checkpoint.store import check_whole, choose_checkpoint, damage_in, in_words, refusal
@@ -40,7 +40,9 @@ class Start:
     damaged: tuple[Damaged, ...] = ()
 
 
-def find_start(resume: str, root: Path, copies: Copies | NoCopies, group: dist.ProcessGroup) -> Start:
+def find_start(
+    resume: str, root: Path, copies: MemoryCheckpoints | NoMemoryCheckpoints, group: dist.ProcessGroup
+) -> Start:
     """Chooses and verifies, the ranks together; raises UserError where what is there cannot be gone on from."""
     if resume != "auto":
         folder = choose_checkpoint(resume, root)
@@ -75,7 +77,9 @@ def _as_main_sees(root: Path, group: dist.ProcessGroup) -> list[Path]:
     return [root / name for name in box[0]]
 
 
-def _in_memory(copies: Copies | NoCopies, beyond: Path | None, damaged: tuple[Damaged, ...]) -> Start | None:
+def _in_memory(
+    copies: MemoryCheckpoints | NoMemoryCheckpoints, beyond: Path | None, damaged: tuple[Damaged, ...]
+) -> Start | None:
     """A copy in memory that is newer than this checkpoint."""
     step = step_of(beyond) if beyond is not None else None
     found = copies.find(beyond=-1 if step is None else step)

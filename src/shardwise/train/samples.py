@@ -16,12 +16,12 @@ import torch.distributed as dist
 from shardwise.core.effective_device import as_written
 from shardwise.nn.attention.varlen import fast_attention
 from shardwise.nn.generate import context_length, prompt_ids, stop_ids, text_ids
-from shardwise.train.setup import Parts
+from shardwise.train.setup import TrainState
 
 ROUND = 16  # tokens: rows are as long as a multiple of that, which products in 8 bits want
 
 
-def write_samples(parts: Parts, last: bool) -> None:
+def write_samples(parts: TrainState, last: bool) -> None:
     """On all ranks, where samples are due: asks the model, and on the main rank keeps what it wrote."""
     settings, step = parts.job.run.log.samples, parts.position.step
     if settings is None or not (last or step % settings.every == 0):
@@ -38,7 +38,7 @@ def write_samples(parts: Parts, last: bool) -> None:
     parts.status.set(before)
 
 
-def written(parts: Parts, prompts: tuple[str, ...], tokens: int, chat: bool) -> list[str]:
+def written(parts: TrainState, prompts: tuple[str, ...], tokens: int, chat: bool) -> list[str]:
     """The most likely answers to the prompts, the same on every rank."""
     tokenizer, model = parts.job.tokenizer, parts.sharded.model
     asked = [
@@ -71,7 +71,7 @@ def written(parts: Parts, prompts: tuple[str, ...], tokens: int, chat: bool) -> 
     ]
 
 
-def forget_samples_after(parts: Parts) -> None:
+def forget_samples_after(parts: TrainState) -> None:
     """Drops samples of later steps, so that a resumed run does not tell the same steps twice."""
     file = parts.job.output / "samples.jsonl"
     if not parts.world.is_main or not file.is_file():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
-from shardwise.checkpoint.copies import Copies, NoCopies
+from shardwise.checkpoint.copies import MemoryCheckpoints, NoMemoryCheckpoints
 from shardwise.checkpoint.store import CheckpointStore, set_aside
 from shardwise.config.methods import Full
 from shardwise.config.schema import Run
@@ -42,7 +42,7 @@ from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.activations.block_inputs import BlockInputs
 from shardwise.parallel.activations.recompute_groups import keep_one_of
-from shardwise.parallel.activations.saved_attention import KeptAttention
+from shardwise.parallel.activations.saved_attention import SavedAttention
 from shardwise.parallel.context.install import Context
 from shardwise.parallel.expert.apply import count_loads
 from shardwise.parallel.offload.checkpoint_entries import masters
@@ -58,17 +58,17 @@ from shardwise.parallel.offload.policy import (
     split_in,
     store_in_bf16,
 )
-from shardwise.parallel.parallel_context import Spread
+from shardwise.parallel.parallel_context import ParallelContext
 from shardwise.parallel.routers.install import install_routers
-from shardwise.parallel.selfcheck import Undivided, Whole, check_documents
-from shardwise.parallel.zero.overlap import Sending, given, install_overlap
+from shardwise.parallel.selfcheck import CallsWhole, UnshardedModel, check_documents
+from shardwise.parallel.zero.overlap import CommSettings, given, install_overlap
 from shardwise.parallel.zero.plusplus import install_collectives
 from shardwise.parallel.zero.stages import ShardedModel, shard_experts, shard_model
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.tuning import tune
 from shardwise.parallel.zero.units import explain_divided
 from shardwise.parallel.zero.update import Update
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 from shardwise.train.describe import changed_settings
 from shardwise.train.meter import Meter
 from shardwise.train.resume import find_start, records, told
@@ -77,10 +77,10 @@ from shardwise.train.status import Status
 
 
 @dataclass
-class Parts:
+class TrainState:
     """Everything the loop uses."""
 
-    job: Job
+    job: ResolvedRun
     world: World
     sharded: ShardedModel
     objective: Objective
@@ -93,19 +93,19 @@ class Parts:
     position: Position
     meter: Meter
     status: Status
-    spread: Spread
+    spread: ParallelContext
     timer: Timer = OFF
-    copies: Copies | NoCopies = field(default_factory=NoCopies)
+    copies: MemoryCheckpoints | NoMemoryCheckpoints = field(default_factory=NoMemoryCheckpoints)
     damaged: list[dict[str, Any]] = field(default_factory=list)  # checkpoints that were put aside, as records
 
 
 def build_model(
-    job: Job,
+    job: ResolvedRun,
     world: World,
     timer: Timer = OFF,
     give_memory: Callable[[Any, torch.device], None] = materialise,
-    choose: Callable[[Any, list[tuple[str, Any]]], Sending] | None = None,
-) -> tuple[ShardedModel, Spread]:
+    choose: Callable[[Any, list[tuple[str, Any]]], CommSettings] | None = None,
+) -> tuple[ShardedModel, ParallelContext]:
     """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole.
 
     `choose`: how a model of such blocks travels; else as the run says.
@@ -115,7 +115,7 @@ def build_model(
     adapted = apply_method(model, run, source.weights)
     if split_in(run):
         store_in_bf16(model)
-    blocks, lookup, spread = find_blocks(model), only_looked_up(model), Spread(world)
+    blocks, lookup, spread = find_blocks(model), only_looked_up(model), ParallelContext(world)
     use_float8(model, blocks, run.fp8)
     if run.experts == "auto":
         use_grouped_experts(model)
@@ -165,11 +165,11 @@ def build_model(
     return sharded, spread
 
 
-def recompute_blocks(run: Run, blocks: list[tuple[str, Any]], timer: Timer) -> KeptAttention | None:
+def recompute_blocks(run: Run, blocks: list[tuple[str, Any]], timer: Timer) -> SavedAttention | None:
     """Keeps of blocks what the run says: inputs, or one in several, and what attention made; here or on the host."""
     inputs = BlockInputs(None, host=True, timer=timer) if run.offload.activations == "cpu" else None
     leaving = len(blocks[: run.offload.activation_blocks]) if inputs is not None else 0
-    kept = None if run.recompute_attention else KeptAttention()
+    kept = None if run.recompute_attention else SavedAttention()
     for number, (_, block) in enumerate(blocks):
         around = {} if kept is None else {"context_fn": kept.around(block, inputs if number < leaving else None)}
         recompute(block, **around)
@@ -186,7 +186,7 @@ def only_looked_up(model: Any) -> int:
     return 0 if outer is not None and outer.weight is inner.weight else int(inner.weight.numel())
 
 
-def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
+def fill_model(job: ResolvedRun, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
     """The model's first values, from its files or fresh; those of split parameters go through their masters."""
     if job.source.weights is not None:
         load_weights(sharded.model, job.source.weights, through)
@@ -199,7 +199,7 @@ def fill_model(job: Job, sharded: ShardedModel, through: Mapping[str, Rows]) -> 
 
 
 def build_optimizer(
-    job: Job, world: World, sharded: ShardedModel, disk: DiskFolder, say: Callable[[str], None] = lambda _: None
+    job: ResolvedRun, world: World, sharded: ShardedModel, disk: DiskFolder, say: Callable[[str], None] = lambda _: None
 ) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters, its states where the run wants them."""
     run = job.run
@@ -209,12 +209,12 @@ def build_optimizer(
 
 
 def build_parts(
-    job: Job,
+    job: ResolvedRun,
     world: World,
     status: Status,
     say: Callable[[str], None] = lambda _: None,
     disk: DiskFolder | None = None,
-) -> Parts:
+) -> TrainState:
     """Builds, checks and, where there is a checkpoint, resumes; files in `disk` are the caller's to remove."""
     run = job.run
     disk = disk or DiskFolder(job.offload_folder, world.rank, world.size)
@@ -228,7 +228,7 @@ def build_parts(
     fill_model(job, sharded, masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {})
     model: Any = sharded.model
     status.set("checking the model")
-    asked: Whole = sharded if spread.tiny is None else Undivided(spread.tiny)
+    asked: CallsWhole = sharded if spread.tiny is None else UnshardedModel(spread.tiny)
     vocabulary = vocabulary_size(asked.model)
     with explain_divided(given(run.parallel).bucket), as_written(run.compiled):
         apart = check_documents(asked, vocabulary, job, asked.device, say)
@@ -241,7 +241,11 @@ def build_parts(
         check_divided_rows(spread.context, bool(run.data.packing), say)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     root = job.output / "checkpoints"
-    copies = Copies(root, world.copies, afresh=run.resume != "auto") if world.copies is not None else NoCopies()
+    copies = (
+        MemoryCheckpoints(root, world.copies, afresh=run.resume != "auto")
+        if world.copies is not None
+        else NoMemoryCheckpoints()
+    )
     if run.resume == "never" and world.is_main:
         set_aside(job.output)
     store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.background, world.checkpoint)
@@ -279,7 +283,7 @@ def build_parts(
         objective = make_objective(job, world, sharded, apart, asked, say, spread.router_losses)
     meter = _meter(job, world, sharded, position, loader.names, objective.figures)
     watch_collectives(model, timer)  # last, around whatever the parts above put in the place of FSDP's own
-    return Parts(
+    return TrainState(
         job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
         position, meter, status, spread, timer, copies, damaged,
     )  # fmt: skip
@@ -297,7 +301,12 @@ def check_divided_rows(context: Context, packing: bool, say: Callable[[str], Non
 
 
 def _meter(
-    job: Job, world: World, sharded: ShardedModel, position: Position, sources: list[str], figures: tuple[str, ...]
+    job: ResolvedRun,
+    world: World,
+    sharded: ShardedModel,
+    position: Position,
+    sources: list[str],
+    figures: tuple[str, ...],
 ) -> Meter:
     config = job.source.config.get_text_config()
     layers = getattr(config, "num_hidden_layers", None) or len(find_blocks(sharded.model))

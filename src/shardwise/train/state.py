@@ -26,7 +26,7 @@ from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.zero.stages import ShardedModel
 
 if TYPE_CHECKING:
-    from shardwise.resolved_run import Job
+    from shardwise.resolved_run import ResolvedRun
 
 
 @dataclass
@@ -70,7 +70,7 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     return result
 
 
-def write_model(folder: Path, model: Any, job: Job) -> None:
+def write_model(folder: Path, model: Any, job: ResolvedRun) -> None:
     """Config, generation settings and tokenizer, as those who load the trained model should find them."""
     # The defaults of a fresh config are token ids of some other vocabulary.
     given, kinds = job.run.model.config, ("bos", "eos", "pad")
@@ -95,7 +95,7 @@ def write_model(folder: Path, model: Any, job: Job) -> None:
     write_adapter_config(folder, model, job)
 
 
-def _config(model: Any, job: Job) -> dict[str, Any]:
+def _config(model: Any, job: ResolvedRun) -> dict[str, Any]:
     """The source's own config with what the run changed about the model; nothing that it set for training alone.
 
     Not `model.config`: building set its type and turned its cache off, and parts note in it how they compute.

@@ -53,7 +53,7 @@ class Door:
     cookie: str = "shardwise_watch"  # with the port in its name: a browser keeps one jar for all ports of a host
 
 
-class Refused(Exception):
+class PageRefused(Exception):
     """An answer other than what was asked for."""
 
     def __init__(self, status: int, words: str) -> None:
@@ -101,7 +101,7 @@ class Pages:
         """Scripts and styles: these few, and nothing else."""
         name = request.path_params["name"]
         if name not in STATIC:
-            raise Refused(404, "there is no such path")
+            raise PageRefused(404, "there is no such path")
         return Response(page_file(name), media_type=STATIC[name])
 
     def metrics(self, request: Request) -> Response:
@@ -145,7 +145,7 @@ class Pages:
         """The end of a rank's log."""
         lines = self._run(request).log(request.path_params["rank"], 400)
         if lines is None:
-            raise Refused(404, "there is no such rank")
+            raise PageRefused(404, "there is no such rank")
         return JSONResponse(lines)
 
     def _run(self, request: Request) -> RunFolder:
@@ -154,7 +154,7 @@ class Pages:
     def _find(self, key: str) -> RunFolder:
         run = self._finder.get(key)
         if run is None:
-            raise Refused(404, "there is no such run")
+            raise PageRefused(404, "there is no such run")
         return run
 
     def _guard(self, handler: Callable[[Request], Response]) -> Callable[[Request], Any]:
@@ -164,7 +164,7 @@ class Pages:
             try:
                 self._admit(request)
                 answer = await run_in_threadpool(handler, request)
-            except Refused as refused:
+            except PageRefused as refused:
                 answer = PlainTextResponse(refused.words + "\n", refused.status)
                 if refused.status == 401:
                     answer.headers["WWW-Authenticate"] = "Bearer"
@@ -176,18 +176,18 @@ class Pages:
 
     def _admit(self, request: Request) -> None:
         if len(request.scope.get("query_string", b"")) > LONGEST_QUERY:
-            raise Refused(414, "the address is too long")
+            raise PageRefused(414, "the address is too long")
         if sum(len(name) + len(value) for name, value in request.scope["headers"]) > LONGEST_HEADERS:
-            raise Refused(431, "the headers are too long")
+            raise PageRefused(431, "the headers are too long")
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-            raise Refused(413, "send no body")
+            raise PageRefused(413, "send no body")
         # A web page whose name was pointed at this machine would otherwise be let in by the user's own browser.
         if self._door.local_only and _host(request) not in LOOPBACK:
-            raise Refused(403, "this server answers under the names of this machine only")
+            raise PageRefused(403, "this server answers under the names of this machine only")
         if self._door.token is not None and not any(
             hmac.compare_digest(given.encode(), self._door.token.encode()) for given in self._given(request)
         ):
-            raise Refused(401, "the token is missing or wrong: open the address that the command printed")
+            raise PageRefused(401, "the token is missing or wrong: open the address that the command printed")
 
     def _given(self, request: Request) -> list[str]:
         scheme, _, word = request.headers.get("authorization", "").partition(" ")
@@ -202,9 +202,9 @@ def _number(text: str | None, otherwise: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise Refused(400, "a number is needed") from None
+        raise PageRefused(400, "a number is needed") from None
     if not math.isfinite(value):
-        raise Refused(400, "a finite number is needed")
+        raise PageRefused(400, "a finite number is needed")
     return value
 
 

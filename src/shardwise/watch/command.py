@@ -23,7 +23,7 @@ MOST_AT_ONCE = 64  # connections: a browser keeps six
 
 
 @dataclass(frozen=True)
-class Options:
+class WatchOptions:
     """What the command line says."""
 
     folders: Sequence[Path]
@@ -34,7 +34,7 @@ class Options:
     html: Path | None = None
 
 
-def watch(options: Options) -> None:
+def watch(options: WatchOptions) -> None:
     """Shows the runs until Ctrl-C, or writes the page and is done."""
     finder = Finder(check_roots(options.folders))
     if options.html is not None:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.core.stop_requested import Asked
+from shardwise.core.stop_requested import StopRequested
 from shardwise.observe.curve import Series, terminal_curve
 from shardwise.observe.progress import _duration, _gibibytes, _rate, _six
 from shardwise.watch.finder import Finder
@@ -37,7 +37,7 @@ def show(finder: Finder, console: Console | None = None) -> None:
             run.wait()
         console.print(_Screen(finder, plain=True), soft_wrap=False)
         return
-    stop = Asked()
+    stop = StopRequested()
     # Not as an exception, which would come in the middle of drawing and leave the terminal on its other screen.
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.signal(kind, stop) for kind in kinds}

@@ -16,8 +16,8 @@ import torch
 
 from shardwise.cli.main import main
 from shardwise.core.errors import Interrupted, RunFailed, UserError
-from shardwise.core.hardware.measured import Measured, measured_file, read_measured, write_measured
-from shardwise.core.hardware.specs import Link, cluster_of, this_machine
+from shardwise.core.hardware.measured import MeasuredDevice, measured_file, read_measured, write_measured
+from shardwise.core.hardware.specs import LinkSpec, cluster_of, this_machine
 from shardwise.distributed.link_bench import fit, measure_locally
 from shardwise.foresight.bench import command as bench_command
 from shardwise.foresight.bench import device as steps
@@ -125,7 +125,7 @@ def test_the_network_between_local_ranks(capfd: pytest.CaptureFixture[str]) -> N
         "all_reduce",
         "all_to_all",
     }
-    assert this_machine().within == Link(told["within_bandwidth"], told["within_latency"])
+    assert this_machine().within == LinkSpec(told["within_bandwidth"], told["within_latency"])
     assert told["across_bandwidth"] is None
 
 
@@ -159,7 +159,7 @@ def test_a_rank_that_fails_is_named() -> None:
 
 
 def test_ctrl_c_leaves_the_earlier_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_measured(Measured("cpu", socket.gethostname(), "", "", launch=1.0))
+    file = write_measured(MeasuredDevice("cpu", socket.gethostname(), "", "", launch=1.0))
     before = file.read_bytes()
 
     def interrupt(*_: Any) -> None:

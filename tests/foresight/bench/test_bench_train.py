@@ -14,7 +14,7 @@ from support.tiny import LLAMA
 
 from shardwise.cli.main import main
 from shardwise.config.schema import Run
-from shardwise.observe.profile import KERNELS, OPERATORS, REST, Profile, _kind, of_kernels, of_operators
+from shardwise.observe.profile import KERNELS, OPERATORS, REST, StepProfile, _kind, of_kernels, of_operators
 from shardwise.observe.profile_advice import Speed, advise
 
 # As an H200's profiler gave them.
@@ -96,7 +96,7 @@ def speed(kinds: dict[str, float], idle: float = 0.0, memory: int = 90, **change
     whole = sum(kinds.values()) + idle
     values = {"seconds": whole, "tokens": 100, "mfu": None, "memory": memory, "room": 100, "device": "G", "ranks": 1,
               "rank": 0}  # fmt: skip
-    return Speed(**values | changes, profile=Profile(whole, kinds, dict(kinds), idle, []))
+    return Speed(**values | changes, profile=StepProfile(whole, kinds, dict(kinds), idle, []))
 
 
 def a_run(**changes: Any) -> Run:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.core.hardware.specs import Cluster, Link, cluster_of
+from shardwise.core.hardware.specs import Cluster, LinkSpec, cluster_of
 from shardwise.foresight.plan.network import KINDS, bus_bandwidth, seconds
 
 GB = 10**9
@@ -18,8 +18,8 @@ def toy(within: float = 100, across: float = 10) -> Cluster:
     return replace(
         base,
         device=replace(base.device, launch=0.0),
-        within=Link(within * GB, 1e-6),
-        across=Link(across * GB, 10e-6),
+        within=LinkSpec(within * GB, 1e-6),
+        across=LinkSpec(across * GB, 10e-6),
     )
 
 
@@ -62,8 +62,8 @@ def test_a_group_with_one_rank_per_node_has_one_adapter() -> None:
 
 def test_fast_networks_leave_the_link_within_as_the_bottleneck() -> None:
     assert seconds("all_gather", GB, 8, 4, toy(across=50)) == pytest.approx(16e-6 + 0.875 / 100)
-    assert bus_bandwidth(4, 2, Link(100, 0), Link(50, 0)) == 100
-    assert bus_bandwidth(1, 2, Link(100, 0), Link(500, 0)) == 500  # nothing passes within the node
+    assert bus_bandwidth(4, 2, LinkSpec(100, 0), LinkSpec(50, 0)) == 100
+    assert bus_bandwidth(1, 2, LinkSpec(100, 0), LinkSpec(500, 0)) == 500  # nothing passes within the node
 
 
 def test_small_tensors_are_reduced_along_a_tree_and_large_ones_round_a_ring() -> None:

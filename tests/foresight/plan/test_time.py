@@ -8,18 +8,18 @@ import pytest
 
 from shardwise.core.hardware.specs import cluster_of
 from shardwise.foresight.plan.time import kernel
-from shardwise.foresight.rehearse.tracker import Work
+from shardwise.foresight.rehearse.tracker import OperatorWork
 
 H200 = cluster_of("h200", 1, 1).device
 
 
-def product(rows: int, inner: int, columns: int) -> Work:
+def product(rows: int, inner: int, columns: int) -> OperatorWork:
     size = 2 * (rows * inner + inner * columns + rows * columns)
-    return Work("forward", "mm", 2 * rows * inner * columns, size, "bfloat16", (rows, inner, columns))
+    return OperatorWork("forward", "mm", 2 * rows * inner * columns, size, "bfloat16", (rows, inner, columns))
 
 
 def test_large_products_run_near_the_peak_and_others_below() -> None:
-    def rate(work: Work) -> float:
+    def rate(work: OperatorWork) -> float:
         return work.flops / kernel(work, H200)
 
     large, short, odd = product(8192, 8192, 8192), product(8192, 64, 8192), product(8192, 8192, 8191)
@@ -29,9 +29,9 @@ def test_large_products_run_near_the_peak_and_others_below() -> None:
 
 
 def test_traffic_and_launches_bound_small_operators() -> None:
-    copied = Work("forward", "copy_", 0, 10**9, "bfloat16")
+    copied = OperatorWork("forward", "copy_", 0, 10**9, "bfloat16")
     assert 10**9 / kernel(copied, H200) == pytest.approx(H200.bandwidth, rel=0.3)
-    assert kernel(Work("forward", "add", 0, 8, "float32"), H200) == H200.launch
+    assert kernel(OperatorWork("forward", "add", 0, 8, "float32"), H200) == H200.launch
     assert kernel(copied, H200, compiled=True) == kernel(copied, H200)  # FSDP's copies are not joined
     joined = replace(copied, operator="mul")
     assert kernel(joined, H200, compiled=True) < 0.2 * kernel(joined, H200)

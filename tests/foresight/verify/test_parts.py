@@ -16,7 +16,7 @@ from shardwise.config.schema import Run
 from shardwise.foresight.verify.claims import plan_claims, small_world
 from shardwise.foresight.verify.compare import (
     EXACT,
-    Difference,
+    ParityDifference,
     Reference,
     gradient_apart,
     rounding,
@@ -145,7 +145,7 @@ def test_updates_apart() -> None:
 
 
 def test_the_worst_rank_counts() -> None:
-    good = Difference(1e-7, 1e-7, 1e-6, "a", 1e-7, "a", 1e-7)
+    good = ParityDifference(1e-7, 1e-7, 1e-6, "a", 1e-7, "a", 1e-7)
     bad = replace(good, gradient=0.5, worst="b", first="b")
     ranks = [{"difference": vars(one), "names": ["a", "b"]} for one in (good, bad)]
     found = together(ranks, ["a", "b"])
@@ -155,7 +155,7 @@ def test_the_worst_rank_counts() -> None:
     assert together([ranks[0]], ["a", "b", "c"]).trouble(EXACT) == "no rank trains c"
     frozen = replace(good, after=0.1)
     assert "after one update" in frozen.trouble(EXACT)
-    assert Difference(float("inf"), 0.0, 0.0).trouble(EXACT)
+    assert ParityDifference(float("inf"), 0.0, 0.0).trouble(EXACT)
 
 
 def test_room_for_rounding(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_what_cannot_be_shown_is_said(shared: Path) -> None:
 def test_the_whole_model(shared: Path) -> None:
     saved_model(shared / "whole", config_of("llama") | {"attention_dropout": 0.1})
     run = a_run(shared, ranks=2, **zero(3)) | {"model": str(shared / "whole")}
-    certificate = command.verify(run, options=command.Options(full=True))
+    certificate = command.verify(run, options=command.VerifyOptions(full=True))
     assert certificate.passed, told(certificate)
     assert certificate.model.endswith("whole") and any("dropout is off" in note for note in certificate.notes)
 
@@ -154,7 +154,7 @@ def test_the_whole_model(shared: Path) -> None:
 @pytest.mark.slow
 def test_in_the_precision_of_the_run(shared: Path, cpu_precision_env: dict[str, str]) -> None:
     run = a_run(shared, ranks=2, precision="bf16", **zero(3))
-    certificate = command.verify(run, options=command.Options(own_precision=True))
+    certificate = command.verify(run, options=command.VerifyOptions(own_precision=True))
     assert certificate.passed and certificate.precision == "bf16", told(certificate)
     assert all(row.claim.bounds.gradient > 1e-2 for row in certificate.rows)
 
@@ -164,9 +164,9 @@ def test_mistakes_get_one_message(shared: Path, tmp_path: Path) -> None:
     code, _, err = cli.command("verify", file, "--output", tmp_path / "nowhere" / "certificate.json")
     assert code == 2 and "--output" in err and "there is no such folder" in err and "Traceback" not in err
     with pytest.raises(UserError, match=r"(?s)--layers.*leave --full out"):
-        command.verify(file, options=command.Options(full=True, layers=3))
+        command.verify(file, options=command.VerifyOptions(full=True, layers=3))
     with pytest.raises(UserError, match=r"--keep.*is not a folder"):
-        command.verify(file, options=command.Options(keep=file))
+        command.verify(file, options=command.VerifyOptions(keep=file))
     for changes, named in (
         ({"parallel__tensor": 3, "ranks": 3, "train__batch_size": 6}, "parallel.tensor.*attention heads"),
         ({"parallel__tensor": 2, "ranks": 2, "offload": {"optimizer": "cpu"}}, "offload.optimizer.*ZeRO alone"),
@@ -176,7 +176,8 @@ def test_mistakes_get_one_message(shared: Path, tmp_path: Path) -> None:
             command.verify(a_run(shared, **changes))
     with pytest.raises(UserError, match="no such"):
         command.verify(
-            a_run(shared, data__train=str(tmp_path / "nothing.jsonl")), options=command.Options(keep=tmp_path / "logs")
+            a_run(shared, data__train=str(tmp_path / "nothing.jsonl")),
+            options=command.VerifyOptions(keep=tmp_path / "logs"),
         )
 
 

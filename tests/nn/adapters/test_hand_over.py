@@ -155,11 +155,11 @@ def test_resumed_on_other_ranks_and_another_stage(tmp: Path, case: str) -> None:
 
 def test_a_checkpoint_of_another_method_is_refused(tmp: Path, trained: dict[str, Path]) -> None:
     from shardwise.config.load import load_run
-    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.prepare import prepare_run
 
     for changes in ({"method": "full"}, {"method": {"type": "lora", "rank": 8}}, {"freeze": ["lora_A"]}):
         with pytest.raises(UserError, match="resume"):
-            prepare_job(load_run(a_run(tmp, "lora", "lora", **({"export__merged": False} | changes))))
+            prepare_run(load_run(a_run(tmp, "lora", "lora", **({"export__merged": False} | changes))))
 
 
 def test_the_command_line_merges(tmp: Path, trained: dict[str, Path]) -> None:

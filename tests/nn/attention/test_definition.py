@@ -12,12 +12,12 @@ from transformers import CONFIG_MAPPING
 from shardwise.config.load import load_run
 from shardwise.config.objectives import Task
 from shardwise.core.errors import UserError
-from shardwise.foresight.prepare import prepare_job
+from shardwise.foresight.prepare import prepare_run
 from shardwise.nn.attention import definition
 from shardwise.nn.attention import varlen as attention
 from shardwise.nn.attention.definition import path_for
 from shardwise.nn.models.source import ModelSource
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 
 # Its layers carry a state from one document of a packed row into the next.
 RECURRENT = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}
@@ -63,10 +63,10 @@ def test_outcomes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert path_for(source("llama"), "padded") == first
 
 
-def prepared(tmp: Path, config: dict[str, Any], *overrides: str) -> tuple[Job, list[str]]:
+def prepared(tmp: Path, config: dict[str, Any], *overrides: str) -> tuple[ResolvedRun, list[str]]:
     said: list[str] = []
     run = tiny_run(tmp, {"config": config, "tokenizer": tokenizer_folder(tmp / "tokenizer")})
-    return prepare_job(load_run(run, overrides), said.append), said
+    return prepare_run(load_run(run, overrides), said.append), said
 
 
 def test_packing_is_answered_with_no_and_the_reason(tmp_path: Path) -> None:

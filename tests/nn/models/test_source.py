@@ -37,13 +37,13 @@ def test_a_fresh_causal_model_has_the_tokenizers_vocabulary_and_ends(tmp_path: P
     from support.tiny import LLAMA, tiny_run, tokenizer_folder
 
     from shardwise.config.load import load_run
-    from shardwise.foresight.prepare import prepare_job
+    from shardwise.foresight.prepare import prepare_run
 
     config = {k: v for k, v in LLAMA.items() if k != "vocab_size"}
     model = {"config": config, "tokenizer": tokenizer_folder(tmp_path / "tokenizer")}
-    fresh = prepare_job(load_run(tiny_run(tmp_path, model))).source.config
+    fresh = prepare_run(load_run(tiny_run(tmp_path, model))).source.config
     tokenizer = json.loads((tmp_path / "tokenizer/tokenizer.json").read_text())
     assert fresh.vocab_size == len(tokenizer["model"]["vocab"]) and fresh.eos_token_id == 2
     given = model | {"config": config | {"vocab_size": 600, "eos_token_id": 5}}
-    kept = prepare_job(load_run(tiny_run(tmp_path, given))).source.config
+    kept = prepare_run(load_run(tiny_run(tmp_path, given))).source.config
     assert (kept.vocab_size, kept.eos_token_id) == (600, 5)

@@ -15,8 +15,8 @@ from shardwise.config.resolve import check_parallel
 from shardwise.core.errors import UserError
 from shardwise.nn.models.build import find_blocks
 from shardwise.parallel.zero import tuning
-from shardwise.parallel.zero.overlap import Sending
-from shardwise.parallel.zero.tuning import Blocks, Link, choose
+from shardwise.parallel.zero.overlap import CommSettings
+from shardwise.parallel.zero.tuning import Blocks, MeasuredLink, choose
 from shardwise.parallel.zero.units import choose_units
 
 
@@ -102,7 +102,7 @@ def test_what_was_measured_decides_and_is_said(shared: Path) -> None:
     assert "gathered ahead" in found[0]["said"][0] and "GB/s" in found[0]["said"][0]
     assert found[0]["kept"] == found[0]["sending"], "a run that goes on takes what it began with"
     small = run_ranks(overlap.tuned, 2, tiny_run(shared, **settings), 1 << 40)
-    assert small[0]["sending"] == Sending() and not small[0]["said"], "too small to measure"
+    assert small[0]["sending"] == CommSettings() and not small[0]["said"], "too small to measure"
 
 
 def test_so_many_neighbours_make_a_unit() -> None:
@@ -116,10 +116,10 @@ BLOCKS = Blocks(count=32, bytes=436e6, flops=2 * 218e6 * 4096)  # Llama 8B in bf
 
 def test_links_decide_what_travels_together_and_how_far_ahead() -> None:
     speed, room = 600e12, 141e9
-    nvlink, fabric, thin = Link(8, 300e9, 8e-6), Link(16, 40e9, 15e-6), Link(16, 1.2e9, 50e-6)
-    assert choose(nvlink, speed, BLOCKS, room, True)[0] == Sending(together=1, prefetch=1)
+    nvlink, fabric, thin = MeasuredLink(8, 300e9, 8e-6), MeasuredLink(16, 40e9, 15e-6), MeasuredLink(16, 1.2e9, 50e-6)
+    assert choose(nvlink, speed, BLOCKS, room, True)[0] == CommSettings(together=1, prefetch=1)
     assert choose(fabric, speed, BLOCKS, room, True)[0].prefetch == 3
-    assert choose(thin, speed, BLOCKS, room, True)[0] == Sending(together=1, prefetch=3)
+    assert choose(thin, speed, BLOCKS, room, True)[0] == CommSettings(together=1, prefetch=3)
     assert choose(thin, speed, BLOCKS, 10e9, True)[0].prefetch == 1, "no memory for more"
     assert choose(thin, speed, BLOCKS, 10e9, False)[0].prefetch == 3, "gathered for the whole step anyway"
     small = Blocks(count=30, bytes=7e6, flops=2 * 3.5e6 * 4096)  # SmolLM2-135M
@@ -159,4 +159,4 @@ def test_a_choice_that_cannot_be_read_is_made_anew(text: str, tmp_path: Path) ->
     (tmp_path / tuning.FILE).write_text(text)
     assert tuning._kept(tmp_path, [1]) is None
     (tmp_path / tuning.FILE).write_text('{"of": [1], "sending": {"together": 2, "prefetch": 3}, "why": "x"}')
-    assert tuning._kept(tmp_path, [1]) == (Sending(None, 2, 3), "x (as before)")
+    assert tuning._kept(tmp_path, [1]) == (CommSettings(None, 2, 3), "x (as before)")

@@ -1,8 +1,8 @@
 """What combines with what: one table, which config checks, plans, docs and errors read. Tests execute every entry."""
 
 from shardwise.config.combinations.check import (
+    CombinationVerdict,
     Conflict,
-    Verdict,
     axes_used,
     check_section,
     clashes,
@@ -11,9 +11,20 @@ from shardwise.config.combinations.check import (
     remarks,
 )
 from shardwise.config.combinations.features import FEATURES, Feature, feature
-from shardwise.config.combinations.rules import RULES, Rule
+from shardwise.config.combinations.rules import RULES, CombinationRule
 
 __all__ = [
-    "FEATURES", "RULES", "Conflict", "Feature", "Rule", "Verdict", "axes_used", "check_section", "clashes", "combines",
-    "feature", "first_clash", "remarks",
+    "FEATURES",
+    "RULES",
+    "CombinationRule",
+    "CombinationVerdict",
+    "Conflict",
+    "Feature",
+    "axes_used",
+    "check_section",
+    "clashes",
+    "combines",
+    "feature",
+    "first_clash",
+    "remarks",
 ]  # fmt: skip

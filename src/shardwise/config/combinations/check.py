@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.config.combinations.features import ABSENT, Feature, feature, look_up
-from shardwise.config.combinations.rules import DIVIDED, RULES, Rule
+from shardwise.config.combinations.rules import DIVIDED, RULES, CombinationRule
 from shardwise.config.paths import place
 from shardwise.config.section import Clash
 from shardwise.core.errors import UserError
@@ -25,7 +25,7 @@ AXIS_NAMES = ("tensor", "context", "pipeline", "expert")
 class Conflict:
     """A rule that a run meets, in the words for this run."""
 
-    rule: Rule
+    rule: CombinationRule
     field: str
     value: Any
     problem: str
@@ -37,7 +37,7 @@ class Conflict:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CombinationVerdict:
     """Whether two features combine, why not or with what remark, and what to do instead.
 
     `either`: a run has one or the other, such as two stages of ZeRO.
@@ -73,21 +73,21 @@ def check_section(name: str, section: Any) -> None:
         raise Clash(conflict.field.removeprefix(f"{name}."), conflict.problem, conflict.remedy)
 
 
-def combines(a: str | Feature, b: str | Feature) -> Verdict:
+def combines(a: str | Feature, b: str | Feature) -> CombinationVerdict:
     """Whether a run can have both features, each with the settings that it cannot do without."""
     return _combines(*(feature(one) if isinstance(one, str) else one for one in (a, b)))
 
 
 @cache
-def _combines(a: Feature, b: Feature) -> Verdict:
+def _combines(a: Feature, b: Feature) -> CombinationVerdict:
     if a.of == b.of:
-        return Verdict("either", "a run has one or the other")
+        return CombinationVerdict("either", "a run has one or the other")
     run = run_with(a, b)
     if found := clashes(run):
-        return Verdict("refused", found[0].problem, found[0].remedy, found[0].field)
-    told = [Verdict("remark", one.problem, one.remedy, one.field) for one in _beside(run, a, b)]
+        return CombinationVerdict("refused", found[0].problem, found[0].remedy, found[0].field)
+    told = [CombinationVerdict("remark", one.problem, one.remedy, one.field) for one in _beside(run, a, b)]
     told += [_unless(rule, a, b) for rule in RULES if rule.verdict == "refused" and _third(rule, a, b)]
-    return told[0] if told else Verdict("allowed")
+    return told[0] if told else CombinationVerdict("allowed")
 
 
 def _beside(run: Run, a: Feature, b: Feature) -> Iterator[Conflict]:
@@ -98,15 +98,15 @@ def _beside(run: Run, a: Feature, b: Feature) -> Iterator[Conflict]:
             yield found
 
 
-def _third(rule: Rule, a: Feature, b: Feature) -> tuple[Feature, ...]:
+def _third(rule: CombinationRule, a: Feature, b: Feature) -> tuple[Feature, ...]:
     """What a rule wants besides the two to refuse a run, if they are sides of it."""
     left = [side for side in rule.sides if a not in side and b not in side]
     return left[0] if len(rule.sides) == 3 and len(left) == 1 else ()
 
 
-def _unless(rule: Rule, a: Feature, b: Feature) -> Verdict:
+def _unless(rule: CombinationRule, a: Feature, b: Feature) -> CombinationVerdict:
     third = " or ".join(one.name for one in _third(rule, a, b))
-    return Verdict("remark", f"not with {third}: {rule.why}", rule.remedy, rule.field)
+    return CombinationVerdict("remark", f"not with {third}: {rule.why}", rule.remedy, rule.field)
 
 
 def settings_of(*features: Feature) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def axes_used(parallel: Any) -> list[str]:
     return [name for name in AXIS_NAMES if getattr(parallel, name) > 1]
 
 
-def _met(settings: Any, rules: Iterable[Rule]) -> Iterator[Conflict]:
+def _met(settings: Any, rules: Iterable[CombinationRule]) -> Iterator[Conflict]:
     for rule in rules:
         if rule.applies(settings):
             value = look_up(settings, rule.shown or rule.field)

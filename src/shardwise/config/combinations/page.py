@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.config.combinations.check import Verdict, combines
+from shardwise.config.combinations.check import CombinationVerdict, combines
 from shardwise.config.combinations.features import FEATURES, Feature
-from shardwise.config.combinations.rules import RULES, Rule
+from shardwise.config.combinations.rules import RULES, CombinationRule
 
 SIGNS = {"allowed": ".", "remark": "o", "refused": "x", "either": " "}
 LEGEND = ". combines   o combines, with a remark   x refused   blank: a run has one or the other"
@@ -35,7 +35,7 @@ combines("offload.optimizer: cpu", "optimizer: muon")  # Verdict(kind="refused",
 """
 
 
-def verdicts() -> list[tuple[Feature, Feature, Verdict]]:
+def verdicts() -> list[tuple[Feature, Feature, CombinationVerdict]]:
     """Every pair of features, each once."""
     return [(a, b, combines(a, b)) for i, a in enumerate(FEATURES) for b in FEATURES[:i]]
 
@@ -53,7 +53,7 @@ def matrix() -> str:
     return "\n".join(lines)
 
 
-def told(rule: Rule) -> str:
+def told(rule: CombinationRule) -> str:
     """What a rule says of any run: placeholders become words."""
     words = {
         "stage {parallel.zero}": "such a stage", "{axes}": "these axes", "{divided}": "such",
@@ -66,7 +66,7 @@ def told(rule: Rule) -> str:
     return text
 
 
-def sides(rule: Rule) -> list[str]:
+def sides(rule: CombinationRule) -> list[str]:
     """Each side of a rule in words; all values of a setting by the setting's name."""
     return [", ".join(_shortened(side)) for side in rule.sides]
 
@@ -99,7 +99,7 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _row(rule: Rule) -> str:
+def _row(rule: CombinationRule) -> str:
     first, *others = (side.replace("|", "/") for side in sides(rule))
     return f"| {first} | {' and '.join(others)} | `{rule.field}` | {told(rule)} | {rule.remedy} |"
 

@@ -18,7 +18,7 @@ Side = Feature | tuple[Feature, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
+class CombinationRule:
     """Features that do not combine (or do, with a remark): why, and what to do; the field is the one to blame."""
 
     field: str
@@ -47,9 +47,9 @@ def _rule(
     verdict: Literal["refused", "remark"] = "refused",
     shown: str = "",
     section: bool = False,
-) -> Rule:
+) -> CombinationRule:
     whole = tuple(side if isinstance(side, tuple) else (side,) for side in sides)
-    return Rule(field, whole, why, remedy, verdict, shown, section)
+    return CombinationRule(field, whole, why, remedy, verdict, shown, section)
 
 
 def named(features: tuple[Feature, ...]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config.deepspeed.plan import MISSING, Plan, default_of, find
+from shardwise.config.deepspeed.plan import MISSING, PartialTranslation, default_of, find
 
 TRAIN, MICRO, ROUNDS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """The three numbers; None = left to the run (an "auto" that nothing decides)."""
 
     train: int | None
@@ -18,7 +18,7 @@ class Batch:
     rounds: int | None
 
 
-def solve(plan: Plan) -> Batch:
+def solve(plan: PartialTranslation) -> BatchSizes:
     """Any two give the third, one gives the rest with one round; what contradicts or does not divide is an error."""
     train, micro, rounds = (_given(plan, key) for key in (TRAIN, MICRO, ROUNDS))
     autos = {key for key in (TRAIN, MICRO, ROUNDS) if find(plan.config, key) == "auto"}
@@ -29,7 +29,7 @@ def solve(plan: Plan) -> Batch:
             remedy = f'add e.g. "{MICRO}": 1, or train.batch_size to the run'
             raise plan.mistake(TRAIN, None, f"neither it nor {MICRO} is given", remedy)
         if rounds is None:
-            return Batch(None, None, None)
+            return BatchSizes(None, None, None)
         train = int(default_of("train.batch_size"))
     ranks = plan.ranks
     if train is None:
@@ -37,7 +37,7 @@ def solve(plan: Plan) -> Batch:
         rounds = rounds or 1
         train = micro * rounds * ranks
     elif micro is None and rounds is None and MICRO in autos:
-        return Batch(train, None, None)  # the run chooses the micro-batch by its budget of tokens
+        return BatchSizes(train, None, None)  # the run chooses the micro-batch by its budget of tokens
     elif micro is None:
         rounds = rounds or 1
         micro = train // ranks // rounds
@@ -48,20 +48,20 @@ def solve(plan: Plan) -> Batch:
         problem = f"is not {MICRO} {micro} × {ROUNDS} {rounds} × {ranks} ranks = {micro * rounds * ranks}"
         near = max(1, micro) * max(1, rounds) * ranks
         raise plan.mistake(TRAIN, train, problem, f"use {near}, or leave one of the three out")
-    return Batch(train, micro, rounds)
+    return BatchSizes(train, micro, rounds)
 
 
-def _given(plan: Plan, key: str) -> int | None:
+def _given(plan: PartialTranslation, key: str) -> int | None:
     value = plan.get(key)
     return None if value is None else plan.whole(key, value, 1)
 
 
-def _from_run(plan: Plan, key: str, target: str) -> int | None:
+def _from_run(plan: PartialTranslation, key: str, target: str) -> int | None:
     said = plan.said(target)
     return None if said is MISSING or said in (None, "auto") else plan.whole(f"{key} ({target} of the run)", said, 1)
 
 
-def batch_rule(plan: Plan, key: str, value: object) -> str:
+def batch_rule(plan: PartialTranslation, key: str, value: object) -> str:
     """The account's line of one of the three; the values are set by `put_batch`."""
     batch = solve(plan)
     number = {TRAIN: batch.train, MICRO: batch.micro, ROUNDS: batch.rounds}[key]
@@ -74,7 +74,7 @@ def batch_rule(plan: Plan, key: str, value: object) -> str:
     return plan.auto(target) if number is None else f"{lead}{target}: {number}"
 
 
-def put_batch(plan: Plan) -> Batch:
+def put_batch(plan: PartialTranslation) -> BatchSizes:
     """Sets our two values."""
     batch = solve(plan)
     met = next((key for key in (TRAIN, MICRO, ROUNDS) if key in plan.config), TRAIN)

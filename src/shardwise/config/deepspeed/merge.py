@@ -7,14 +7,14 @@ from typing import Any
 
 import yaml
 
-from shardwise.config.deepspeed.plan import MISSING, Entry, find, same, show
+from shardwise.config.deepspeed.plan import MISSING, KeyAccount, find, same, show
 from shardwise.config.deepspeed.translate import Translation, line, translate
 from shardwise.config.paths import place
 
 
 def merge(
     values: dict[str, Any], origin: dict[str, str], config: dict[str, Any], ranks: int, file: str
-) -> tuple[Entry, ...]:
+) -> tuple[KeyAccount, ...]:
     """Adds what the config decides to the run's values, in place, with origins; returns the account.
 
     The run's file must not contradict the config. The command line may: it is the last word, and the account says so.
@@ -31,7 +31,7 @@ def merge(
         if covered is not None:
             if not same(last_word[covered], value):
                 told = f"{covered}: {show(last_word[covered])} on the command line has the last word"
-                notes.append(Entry(source, value, "no effect", told))
+                notes.append(KeyAccount(source, value, "no effect", told))
             continue
         if find(values, path) is MISSING:
             place(values, path, value)

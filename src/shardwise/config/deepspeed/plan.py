@@ -38,7 +38,7 @@ class Auto(str):
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyAccount:
     """One key of the account: what was met, and what became of it.
 
     `given` is false for a default of DeepSpeed's that was taken over; `auto` names the setting that answers "auto".
@@ -53,7 +53,7 @@ class Entry:
 
 
 @dataclass
-class Plan:
+class PartialTranslation:
     """A translation under way."""
 
     config: dict[str, Any]
@@ -62,7 +62,7 @@ class Plan:
     file: str = "ds_config.json"
     forgiving: bool = False  # the command line has the last word: no conflict with it
     values: dict[str, Any] = field(default_factory=dict)
-    account: list[Entry] = field(default_factory=list)
+    account: list[KeyAccount] = field(default_factory=list)
     refusals: list[UserError] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)  # our path → DeepSpeed's key
 
@@ -106,7 +106,7 @@ class Plan:
             return
         place(self.values, target, value)
         self.sources[target] = f"{key} (default)"
-        self.account.append(Entry(key, None, "honoured", f"DeepSpeed's default → {target}: {show(value)}", False))
+        self.account.append(KeyAccount(key, None, "honoured", f"DeepSpeed's default → {target}: {show(value)}", False))
 
     def auto(self, target: str) -> str:
         """What "auto" comes to: RUN.yaml's value, else our default; nothing is set."""
@@ -148,7 +148,7 @@ class Plan:
         return str(value)
 
 
-Rule = Callable[[Plan, str, Any], str]
+Rule = Callable[[PartialTranslation, str, Any], str]
 
 
 def find(values: Any, path: str) -> Any:

@@ -6,44 +6,44 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.deepspeed.plan import MISSING, Auto, NoEffect, Plan, Rule, find, show
+from shardwise.config.deepspeed.plan import MISSING, Auto, NoEffect, PartialTranslation, Rule, find, show
 from shardwise.config.schema import DEEPSPEED_SCHEDULES
 
 REDUCE_BYTES = 4  # gradients are reduced in fp32
 
 
-def to(target: str, read: Callable[[Plan, str, Any], Any]) -> Rule:
+def to(target: str, read: Callable[[PartialTranslation, str, Any], Any]) -> Rule:
     """A key that is one of ours under another name."""
 
-    def rule(plan: Plan, key: str, value: Any) -> str:
+    def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         return plan.auto(target) if value == "auto" else plan.put(key, target, read(plan, key, value))
 
     return rule
 
 
-def flag(plan: Plan, key: str, value: Any) -> bool:
+def flag(plan: PartialTranslation, key: str, value: Any) -> bool:
     return plan.flag(key, value)
 
 
-def number(plan: Plan, key: str, value: Any) -> float:
+def number(plan: PartialTranslation, key: str, value: Any) -> float:
     return plan.number(key, value)
 
 
-def count(plan: Plan, key: str, value: Any) -> int:
+def count(plan: PartialTranslation, key: str, value: Any) -> int:
     return plan.whole(key, value, 1)
 
 
 # The step
 
 
-def clip(plan: Plan, key: str, value: Any) -> str:
+def clip(plan: PartialTranslation, key: str, value: Any) -> str:
     """0 is DeepSpeed's way to say: do not clip."""
     if value == "auto":
         return plan.auto("train.clip")
     return plan.put(key, "train.clip", plan.number(key, value) or None)
 
 
-def steps_per_print(plan: Plan, key: str, value: Any) -> str:
+def steps_per_print(plan: PartialTranslation, key: str, value: Any) -> str:
     """null is DeepSpeed's way to say: never; our reports then come as the run says."""
     if value is None:
         return NoEffect("null asks for no report; the run reports as log.every says")
@@ -57,7 +57,7 @@ def steps_per_print(plan: Plan, key: str, value: Any) -> str:
 def only(*fine: Any, why: str, remedy: str) -> Rule:
     """A key of which some values are what happens here anyway, and every other is refused."""
 
-    def rule(plan: Plan, key: str, value: Any) -> str:
+    def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         if value in fine or value == "auto":
             return "as it is here always"
         raise plan.mistake(key, value, why, remedy)
@@ -65,7 +65,7 @@ def only(*fine: Any, why: str, remedy: str) -> Rule:
     return rule
 
 
-def reduced_in(plan: Plan, key: str, value: Any) -> str:
+def reduced_in(plan: PartialTranslation, key: str, value: Any) -> str:
     """null is DeepSpeed's way to say: as gradients are; here they are fp32."""
     if value is None:
         return NoEffect("null leaves it to parallel.reduce")
@@ -80,7 +80,7 @@ def reduced_in(plan: Plan, key: str, value: Any) -> str:
 # Precision
 
 
-def precision(plan: Plan, key: str, value: Any) -> str:
+def precision(plan: PartialTranslation, key: str, value: Any) -> str:
     """fp16.enabled and bf16.enabled are two halves of one choice."""
     fp16, bf16 = (_enabled(plan, block) for block in ("fp16", "bf16"))
     if fp16 is True and bf16 is True:
@@ -96,7 +96,7 @@ def precision(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "precision", "fp32")
 
 
-def _enabled(plan: Plan, block: str) -> Any:
+def _enabled(plan: PartialTranslation, block: str) -> Any:
     for name in (block, "bfloat16") if block == "bf16" else (block,):
         value = find(plan.config, f"{name}.enabled")
         if value is not MISSING:
@@ -104,14 +104,14 @@ def _enabled(plan: Plan, block: str) -> Any:
     return None if find(plan.config, block) is MISSING else False
 
 
-def loss_scale(plan: Plan, key: str, value: Any) -> str:
+def loss_scale(plan: PartialTranslation, key: str, value: Any) -> str:
     """0 is DeepSpeed's way to say: dynamic."""
     if value == "auto":
         return plan.auto("loss_scale.value")
     return plan.put(key, "loss_scale.value", plan.number(key, value) or "dynamic")
 
 
-def initial_scale(plan: Plan, key: str, value: Any) -> str:
+def initial_scale(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("loss_scale.initial")
     return plan.put(key, "loss_scale.initial", 2.0 ** plan.whole(key, value))
@@ -134,7 +134,7 @@ _REFUSED = {
 }
 
 
-def optimizer_type(plan: Plan, key: str, value: Any) -> str:
+def optimizer_type(plan: PartialTranslation, key: str, value: Any) -> str:
     """DeepSpeed's Adam is AdamW unless told otherwise, and decays every parameter it is given."""
     name = str(value).lower()
     if name not in OPTIMIZERS:
@@ -144,7 +144,7 @@ def optimizer_type(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "train.optimizer", OPTIMIZERS[name])
 
 
-def learning_rate(plan: Plan, key: str, value: Any) -> str:
+def learning_rate(plan: PartialTranslation, key: str, value: Any) -> str:
     """Where the scheduler names its own peak, DeepSpeed's optimizer never sees this one."""
     if value == "auto":
         return plan.auto("train.learning_rate")
@@ -156,7 +156,7 @@ def learning_rate(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "train.learning_rate", rate)
 
 
-def betas(plan: Plan, key: str, value: Any) -> str:
+def betas(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("train.betas")
     if not isinstance(value, list) or len(value) != 2:
@@ -164,7 +164,7 @@ def betas(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "train.betas", [plan.number(key, part) for part in value])
 
 
-def weight_decay(plan: Plan, key: str, value: Any) -> str:
+def weight_decay(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("train.weight_decay")
     decay = plan.number(key, value)
@@ -174,7 +174,7 @@ def weight_decay(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "train.weight_decay", decay)
 
 
-def adam_w_mode(plan: Plan, key: str, value: Any) -> str:
+def adam_w_mode(plan: PartialTranslation, key: str, value: Any) -> str:
     """Off means decay through the gradient, which is the same only where there is no decay."""
     if value == "auto" or plan.flag(key, value) or str(plan.get("optimizer.type")).lower() == "adamw":
         return "decoupled decay, as it is here always"
@@ -184,14 +184,14 @@ def adam_w_mode(plan: Plan, key: str, value: Any) -> str:
     return "without weight decay both modes are the same"
 
 
-def momentum(plan: Plan, key: str, value: Any) -> str:
+def momentum(plan: PartialTranslation, key: str, value: Any) -> str:
     """SGD's momentum is the first of our betas."""
     if value == "auto":
         return plan.auto("train.betas")
     return plan.put(key, "train.betas", [plan.number(key, value), list(plan.now("train.betas"))[1]])
 
 
-def optimizer_defaults(plan: Plan) -> None:
+def optimizer_defaults(plan: PartialTranslation) -> None:
     """What DeepSpeed's optimizers take for what is not given."""
     kind = str(plan.get("optimizer.type", "")).lower()
     if kind not in OPTIMIZERS:
@@ -223,7 +223,7 @@ _PEAKS = {
 }
 
 
-def scheduler_type(plan: Plan, key: str, value: Any) -> str:
+def scheduler_type(plan: PartialTranslation, key: str, value: Any) -> str:
     """The schedule by its own name; see [Note: DeepSpeed's schedules]."""
     if value not in DEEPSPEED_SCHEDULES:
         known = ", ".join(DEEPSPEED_SCHEDULES)
@@ -231,7 +231,7 @@ def scheduler_type(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "train.schedule", {"type": value})
 
 
-def schedule_parameter(plan: Plan, key: str, value: Any) -> str:
+def schedule_parameter(plan: PartialTranslation, key: str, value: Any) -> str:
     """A parameter of the schedule, under its own name."""
     kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
     schedule = find(plan.values, "train.schedule")
@@ -251,7 +251,7 @@ def schedule_parameter(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, f"train.schedule.{name}", value)
 
 
-def _schedule_auto(plan: Plan, schedule: dict[str, Any], name: str) -> str:
+def _schedule_auto(plan: PartialTranslation, schedule: dict[str, Any], name: str) -> str:
     if name == "warmup_num_steps":
         schedule[name] = plan.now("train.warmup")
         return f"auto → train.schedule.warmup_num_steps: {show(schedule[name])} (train.warmup)"
@@ -261,7 +261,7 @@ def _schedule_auto(plan: Plan, schedule: dict[str, Any], name: str) -> str:
     return f"auto → train.schedule.{name}: {show(default)} (DeepSpeed's default)"
 
 
-def schedule_peak(plan: Plan, key: str, value: Any) -> str:
+def schedule_peak(plan: PartialTranslation, key: str, value: Any) -> str:
     """The rate that the schedule is built around: train.learning_rate."""
     kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
     if kind not in DEEPSPEED_SCHEDULES and find(plan.config, "scheduler.type") is not MISSING:
@@ -279,7 +279,7 @@ def schedule_peak(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "train.learning_rate", plan.number(key, value))
 
 
-def schedule_defaults(plan: Plan) -> None:
+def schedule_defaults(plan: PartialTranslation) -> None:
     """Without a scheduler DeepSpeed's rate stays; WarmupDecayLR and LRRangeTest have a peak of their own."""
     kind = plan.get("scheduler.type")
     if kind is None:
@@ -301,12 +301,12 @@ def schedule_defaults(plan: Plan) -> None:
 # ZeRO
 
 
-def zero_as_flag(plan: Plan, key: str, value: Any) -> str:
+def zero_as_flag(plan: PartialTranslation, key: str, value: Any) -> str:
     """The form of early versions: true is stage 1."""
     return plan.put(key, "parallel.zero", int(plan.flag(key, value)))
 
 
-def stage(plan: Plan, key: str, value: Any) -> str:
+def stage(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("parallel.zero")
     number = plan.whole(key, value)
@@ -321,7 +321,7 @@ DEVICES = {"none": "none", "cpu": "cpu", "nvme": "disk"}
 def offload_device(what: str, least_stage: int) -> Rule:
     """Where the optimizer's states or the parameters live; nvme is our disk."""
 
-    def rule(plan: Plan, key: str, value: Any) -> str:
+    def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         target = f"offload.{what}"
         if value == "auto":
             return plan.auto(target)
@@ -337,7 +337,7 @@ def offload_device(what: str, least_stage: int) -> Rule:
     return rule
 
 
-def _own_folder(plan: Plan) -> str:
+def _own_folder(plan: PartialTranslation) -> str:
     """Where things on disk go if no path is given."""
     return str(plan.now("offload.disk") or Path(str(plan.now("output"))) / "offload")
 
@@ -345,13 +345,13 @@ def _own_folder(plan: Plan) -> str:
 def cpu_offload(what: str) -> Rule:
     """The flags of early versions."""
 
-    def rule(plan: Plan, key: str, value: Any) -> str:
+    def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         return plan.put(key, f"offload.{what}", "cpu" if plan.flag(key, value) else "none")
 
     return rule
 
 
-def nvme_path(plan: Plan, key: str, value: Any) -> str:
+def nvme_path(plan: PartialTranslation, key: str, value: Any) -> str:
     """One folder serves both; it matters where something goes to disk."""
     what = "optimizer" if "offload_optimizer" in key else "parameters"
     if plan.now(f"offload.{what}") != "disk":
@@ -361,7 +361,7 @@ def nvme_path(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "offload.disk", str(value))
 
 
-def offload_ratio(plan: Plan, key: str, value: Any) -> str:
+def offload_ratio(plan: PartialTranslation, key: str, value: Any) -> str:
     if plan.now("offload.optimizer") == "none":
         return NoEffect("nothing is offloaded")
     if value == "auto":
@@ -372,7 +372,7 @@ def offload_ratio(plan: Plan, key: str, value: Any) -> str:
     return plan.put(key, "offload.ratio", share)
 
 
-def bucket(plan: Plan, key: str, value: Any) -> str:
+def bucket(plan: PartialTranslation, key: str, value: Any) -> str:
     """Elements there, bytes here: the smaller of the two buckets bounds the one we have."""
     if value == "auto":
         return plan.auto("parallel.bucket")
@@ -391,7 +391,7 @@ def bucket(plan: Plan, key: str, value: Any) -> str:
     return f"{plan.put(key, 'parallel.bucket', size)} ({elements:,} elements of {REDUCE_BYTES} bytes)"
 
 
-def secondary_shard(plan: Plan, key: str, value: Any) -> str:
+def secondary_shard(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("parallel.secondary_shard")
     size = plan.whole(key, value)
@@ -403,7 +403,7 @@ def secondary_shard(plan: Plan, key: str, value: Any) -> str:
 def quantize(target: str) -> Rule:
     """qwZ and qgZ are of stage 3 there."""
 
-    def rule(plan: Plan, key: str, value: Any) -> str:
+    def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         if value == "auto":
             return plan.auto(target)
         on = plan.flag(key, value)
@@ -414,7 +414,7 @@ def quantize(target: str) -> Rule:
     return rule
 
 
-def loco(plan: Plan, key: str, value: Any) -> str:
+def loco(plan: PartialTranslation, key: str, value: Any) -> str:
     """LoCo's error feedback is ours, which has nothing to set."""
     if value in (None, "auto") or value == {}:
         return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.gradient_feedback: false")
@@ -427,7 +427,7 @@ def loco(plan: Plan, key: str, value: Any) -> str:
     return f"{plan.put(key, 'parallel.gradient_feedback', True)}; {' and '.join(value)} without effect: {idle}"
 
 
-def mics(plan: Plan, key: str, value: Any) -> str:
+def mics(plan: PartialTranslation, key: str, value: Any) -> str:
     """MiCS is hybrid sharding; below 1 it is off."""
     size = int(plan.number(key, value, -1))
     return plan.put(key, "parallel.shard", size) if size > 0 else NoEffect("off")
@@ -436,7 +436,7 @@ def mics(plan: Plan, key: str, value: Any) -> str:
 # Activations and reports
 
 
-def cpu_checkpointing(plan: Plan, key: str, value: Any) -> str:
+def cpu_checkpointing(plan: PartialTranslation, key: str, value: Any) -> str:
     """Inputs of recomputed blocks on the host; needs recomputation."""
     if value == "auto" or not plan.flag(key, value):
         return NoEffect("off")
@@ -444,7 +444,7 @@ def cpu_checkpointing(plan: Plan, key: str, value: Any) -> str:
     return f"{plan.put(key, 'offload.activations', 'cpu')}, recompute: full"
 
 
-def csv_folder(plan: Plan, key: str, value: Any) -> str:
+def csv_folder(plan: PartialTranslation, key: str, value: Any) -> str:
     """One folder from output_path and job_name, as DeepSpeed joins them."""
     if not plan.get("csv_monitor.enabled", False):
         return NoEffect("csv_monitor is off")

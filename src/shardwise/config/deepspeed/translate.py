@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.deepspeed import rules
-from shardwise.config.deepspeed.batch import Batch, put_batch
-from shardwise.config.deepspeed.plan import MISSING, Entry, NoEffect, Plan, Verdict, find, show
+from shardwise.config.deepspeed.batch import BatchSizes, put_batch
+from shardwise.config.deepspeed.plan import MISSING, KeyAccount, NoEffect, PartialTranslation, Verdict, find, show
 from shardwise.config.deepspeed.table import TABLE, Key
 from shardwise.config.explain import near_file
 from shardwise.core.errors import UserError, together
@@ -27,8 +27,8 @@ class Translation:
     """
 
     values: dict[str, Any]
-    account: tuple[Entry, ...]
-    batch: Batch
+    account: tuple[KeyAccount, ...]
+    batch: BatchSizes
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ def translate(
 
     `run` is what RUN.yaml says (nested): it answers "auto". `forgiving` lets it contradict (the command line).
     """
-    plan = Plan(config, ranks, run or {}, file, forgiving)
+    plan = PartialTranslation(config, ranks, run or {}, file, forgiving)
     met = dict(_met(plan, config))
     order = {path: place for place, path in enumerate(TABLE)}
     if find(config, "zero_optimization.stage") is MISSING and not isinstance(config.get("zero_optimization"), bool):
@@ -52,7 +52,7 @@ def translate(
     for path in sorted(met, key=lambda p: order[_row(p).path]):
         with _collected(plan):
             _account(plan, path, met[path])
-    batch = Batch(None, None, None)
+    batch = BatchSizes(None, None, None)
     with _collected(plan):
         batch = put_batch(plan)
     with _collected(plan):
@@ -64,7 +64,7 @@ def translate(
 
 
 @contextmanager
-def _collected(plan: Plan) -> Iterator[None]:
+def _collected(plan: PartialTranslation) -> Iterator[None]:
     """Keeps a mistake for the end: all are told at once."""
     try:
         yield
@@ -103,7 +103,7 @@ def read_config(file: Path) -> dict[str, Any]:
     return values
 
 
-def _met(plan: Plan, values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _met(plan: PartialTranslation, values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key of the config that the table has a row for; a block of one row counts as one key."""
     for name, value in values.items():
         path = f"{prefix}{name}"
@@ -128,24 +128,24 @@ def _row(path: str) -> Key:
     return TABLE[path] if path in TABLE else TABLE[f"{path}.*"]
 
 
-def _account(plan: Plan, path: str, value: Any) -> None:
+def _account(plan: PartialTranslation, path: str, value: Any) -> None:
     key = _row(path)
     if key.verdict == "refused":
         if value == "auto" or value in key.off or _switched_off(value):
-            plan.account.append(Entry(path, value, "no effect", "switched off, as it is here"))
+            plan.account.append(KeyAccount(path, value, "no effect", "switched off, as it is here"))
         else:
             plan.refusals.append(plan.mistake(path, _brief(value), f"is refused: {key.note}", key.remedy))
         return
     block = path.rpartition(".")[0]
     if block and not path.endswith(".enabled") and find(plan.config, f"{block}.enabled") is False:
-        plan.account.append(Entry(path, value, "no effect", f"{block} is switched off"))
+        plan.account.append(KeyAccount(path, value, "no effect", f"{block} is switched off"))
         return
     if key.rule is None:
-        plan.account.append(Entry(path, value, "no effect", key.note))
+        plan.account.append(KeyAccount(path, value, "no effect", key.note))
         return
     done = key.rule(plan, path, value)
     verdict: Verdict = "no effect" if isinstance(done, NoEffect) else "honoured"
-    plan.account.append(Entry(path, value, verdict, str(done), auto=getattr(done, "target", None)))
+    plan.account.append(KeyAccount(path, value, verdict, str(done), auto=getattr(done, "target", None)))
 
 
 def _switched_off(value: Any) -> bool:
@@ -183,7 +183,7 @@ def _parents(path: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
-def _defaults(plan: Plan) -> None:
+def _defaults(plan: PartialTranslation) -> None:
     """What DeepSpeed does where the config is silent, unless the run speaks."""
     rules.optimizer_defaults(plan)
     rules.schedule_defaults(plan)
@@ -195,7 +195,7 @@ def _defaults(plan: Plan) -> None:
         plan.put_default("fp16.hysteresis", "loss_scale.hysteresis", 2)
 
 
-def line(entry: Entry, run: dict[str, Any] | None = None) -> tuple[str, str, str]:
+def line(entry: KeyAccount, run: dict[str, Any] | None = None) -> tuple[str, str, str]:
     """One entry as three columns: key and value, verdict, what was done; with the resolved run, what "auto" became."""
     met = f"{entry.key}: {show(entry.value)}" if entry.given else f"({entry.key})"
     final = find(run, entry.auto) if run and entry.auto else MISSING

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.cache import cache_root
-from shardwise.core.hardware.specs import Attention, Cluster, Device, Link
+from shardwise.core.hardware.specs import Attention, Cluster, Device, LinkSpec
 
 VERSION = 1  # raise it when a figure changes its meaning: older files are then left aside
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDevice:
     """Figures of one device on one host, in bytes, seconds and FLOP/s."""
 
     device: str  # as torch reports it, or "cpu"
@@ -50,16 +50,16 @@ def measured_file(device: str, host: str | None = None) -> Path:
     return cache_root() / "bench" / f"{name}.json"
 
 
-def read_measured(device: str) -> Measured | None:
+def read_measured(device: str) -> MeasuredDevice | None:
     """The figures of this device on this host; None if there are none, or none that this version understands."""
     try:
         stored = json.loads(measured_file(device).read_text())
-        return Measured(**stored["measured"]) if stored["version"] == VERSION else None
+        return MeasuredDevice(**stored["measured"]) if stored["version"] == VERSION else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def write_measured(measured: Measured) -> Path:
+def write_measured(measured: MeasuredDevice) -> Path:
     """Stores the figures: whole, or not at all."""
     file = measured_file(measured.device, measured.host)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,10 +74,10 @@ def write_measured(measured: Measured) -> Path:
     return file
 
 
-def applied(measured: Measured, cluster: Cluster) -> Cluster:
+def applied(measured: MeasuredDevice, cluster: Cluster) -> Cluster:
     """The cluster with measured figures in place of the table's."""
     links = {
-        name: Link(
+        name: LinkSpec(
             getattr(measured, f"{name}_bandwidth") or getattr(cluster, name).bandwidth,
             getattr(measured, f"{name}_latency") or getattr(cluster, name).latency,
         )
@@ -94,7 +94,7 @@ def applied(measured: Measured, cluster: Cluster) -> Cluster:
     )
 
 
-def _device(measured: Measured, device: Device) -> Device:
+def _device(measured: MeasuredDevice, device: Device) -> Device:
     """Measured speeds as shares of the table's peak, so that MFU keeps its meaning.
 
     On a CPU there is no peak to speak of: the measured speed becomes it.

@@ -15,7 +15,7 @@ from shardwise.core.errors import UserError
 from shardwise.core.hardware.catalogue import DeviceEntry, LinkEntry, catalogue
 
 if TYPE_CHECKING:
-    from shardwise.core.hardware.measured import Measured
+    from shardwise.core.hardware.measured import MeasuredDevice
 
 GIB, GIGA, TERA, MICRO = 2**30, 1e9, 1e12, 1e-6
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -70,7 +70,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """What one device gets of a link."""
 
     bandwidth: float  # bytes/s, each direction
@@ -84,8 +84,8 @@ class Cluster:
     device: Device
     nodes: int
     per_node: int
-    within: Link
-    across: Link  # per device: an adapter that a node's devices share counts as their shares of it
+    within: LinkSpec
+    across: LinkSpec  # per device: an adapter that a node's devices share counts as their shares of it
     host_memory: int  # bytes per node
     disk_read: float  # bytes/s per node
     disk_write: float
@@ -191,7 +191,7 @@ def _gpus(key: str) -> Cluster:
     return cluster_of(key, per_node=torch.cuda.device_count(), memory=memory, host_memory=usable_memory())
 
 
-def _unknown_gpus(name: str, found: Measured | None) -> Cluster:
+def _unknown_gpus(name: str, found: MeasuredDevice | None) -> Cluster:
     """GPUs that are not in the table: what was measured is taken for their peak."""
     import torch
 
@@ -274,6 +274,6 @@ def _link(field: str, name: str, known: dict[str, LinkEntry]) -> LinkEntry:
     raise UserError(field, name, "is not in the hardware table", f"{meant}known: {', '.join(known)}")
 
 
-def _per_device(entry: LinkEntry, devices: int) -> Link:
+def _per_device(entry: LinkEntry, devices: int) -> LinkSpec:
     shared = devices if entry.per == "node" else 1
-    return Link(entry.bandwidth * GIGA / shared, entry.latency * MICRO)
+    return LinkSpec(entry.bandwidth * GIGA / shared, entry.latency * MICRO)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardwise.core.errors import Interrupted, UserError
-from shardwise.core.hardware.measured import Measured, read_measured, write_measured
+from shardwise.core.hardware.measured import MeasuredDevice, read_measured, write_measured
 from shardwise.core.hardware.specs import Attention, Cluster, this_machine
 
 PARTS = ("matmul", "stream", "attention", "launch", "host-link", "disk", "adam", "network")
@@ -29,7 +29,7 @@ TITLES = {"host-link": "host link", "adam": "AdamW on the host", "launch": "kern
 
 
 @dataclass
-class Found:
+class BenchFigures:
     """The figures so far, and every measurement behind them."""
 
     figures: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def _parts(only: list[str]) -> list[str]:
     return [part for part in PARTS if not words or part in words]
 
 
-def _measure(folder: Path, ranks: int | None, parts: list[str], quick: bool) -> tuple[Measured, Path]:
+def _measure(folder: Path, ranks: int | None, parts: list[str], quick: bool) -> tuple[MeasuredDevice, Path]:
     import torch
 
     from shardwise.foresight.bench import device as steps
@@ -79,14 +79,14 @@ def _measure(folder: Path, ranks: int | None, parts: list[str], quick: bool) -> 
         todo = [part for part in todo if part != "host-link"]
     name = torch.cuda.get_device_name(device) if cuda else "cpu"
     before = read_measured(name)
-    found = Found()
+    found = BenchFigures()
     if place == 0:
         _alone([part for part in todo if part != "network"], found, folder, device, effort, quick)
     if "network" in todo:
         with _bar(1, place == 0) as tell:
             tell("network")
             _network(found, count, launched, effort, before)
-    start = before or Measured(name, socket.gethostname(), "", "")
+    start = before or MeasuredDevice(name, socket.gethostname(), "", "")
     measured = replace(
         start,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -110,7 +110,7 @@ def _ranks(ranks: int | None, launched: bool, parts: list[str]) -> int:
     return int(os.environ["WORLD_SIZE"]) if launched else ranks or gpus
 
 
-def _alone(todo: list[str], found: Found, folder: Path, device: Any, effort: Any, quick: bool) -> None:
+def _alone(todo: list[str], found: BenchFigures, folder: Path, device: Any, effort: Any, quick: bool) -> None:
     """Everything that one process measures by itself."""
     with _bar(len(todo), True) as tell:
         for part in todo:
@@ -118,7 +118,7 @@ def _alone(todo: list[str], found: Found, folder: Path, device: Any, effort: Any
             STEPS[part](found, folder, device, effort, quick)
 
 
-def _matmul(found: Found, _folder: Path, device: Any, effort: Any, quick: bool) -> None:
+def _matmul(found: BenchFigures, _folder: Path, device: Any, effort: Any, quick: bool) -> None:
     from shardwise.foresight.bench.device import matmul, precisions
 
     tried = ("fp32",) if quick and device.type == "cpu" else precisions(device)
@@ -136,14 +136,14 @@ def _matmul(found: Found, _folder: Path, device: Any, effort: Any, quick: bool) 
             found.details.setdefault("matmul", {})[precision] = speeds
 
 
-def _stream(found: Found, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
+def _stream(found: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import stream
 
     speeds = stream(effort.stream, device, effort.seconds)
     found.figures["stream"], found.details["stream"] = min(speeds.values()), speeds
 
 
-def _attention(found: Found, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
+def _attention(found: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import BACKWARD, attention
 
     speeds = attention(effort.attention, device, effort.seconds)
@@ -153,39 +153,39 @@ def _attention(found: Found, _folder: Path, device: Any, effort: Any, _quick: bo
         found.details["attention"] = {name: Attention(*one)._asdict() for name, one in speeds.items()}
 
 
-def _launch(found: Found, _folder: Path, device: Any, _effort: Any, _quick: bool) -> None:
+def _launch(found: BenchFigures, _folder: Path, device: Any, _effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import launch
 
     found.figures["launch"] = launch(device)
 
 
-def _host_link(found: Found, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
+def _host_link(found: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import host_link
 
     speeds = host_link(min(effort.stream, 2**28), device, effort.seconds)
     found.figures["host_link"], found.details["host_link"] = min(speeds.values()), speeds
 
 
-def _disk(found: Found, folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
+def _disk(found: BenchFigures, folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import disk
 
     speeds = disk(folder, effort.disk)
     found.figures["disk_read"], found.figures["disk_write"] = speeds["read"], speeds["write"]
 
 
-def _adam(found: Found, _folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
+def _adam(found: BenchFigures, _folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import host_adam
 
     found.figures["host_adam"] = host_adam(effort.adam, effort.seconds)
 
 
-STEPS: dict[str, Callable[[Found, Path, Any, Any, bool], None]] = {
+STEPS: dict[str, Callable[[BenchFigures, Path, Any, Any, bool], None]] = {
     "matmul": _matmul, "stream": _stream, "attention": _attention, "launch": _launch, "host-link": _host_link,
     "disk": _disk, "adam": _adam,
 }  # fmt: skip
 
 
-def _network(found: Found, ranks: int, launched: bool, effort: Any, before: Measured | None) -> None:
+def _network(found: BenchFigures, ranks: int, launched: bool, effort: Any, before: MeasuredDevice | None) -> None:
     from shardwise.distributed import link_bench as network
 
     launch = found.figures.get("launch") or (before and before.launch) or 0.0
@@ -221,7 +221,7 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _show(measured: Measured, file: Path) -> None:
+def _show(measured: MeasuredDevice, file: Path) -> None:
     """A table: the figure, measured, and what the hardware table would have said."""
     known: Cluster | None = None
     with suppress(UserError):
@@ -236,7 +236,7 @@ def _show(measured: Measured, file: Path) -> None:
     console.print(f"kept for the planner in {file}", soft_wrap=True, highlight=False)
 
 
-def _rows(measured: Measured, known: Cluster | None) -> Iterator[tuple[str, str, str]]:
+def _rows(measured: MeasuredDevice, known: Cluster | None) -> Iterator[tuple[str, str, str]]:
     usual = {} if known is None else _usual(known)
     for precision, speed in measured.matmul.items():
         yield f"matmul {precision}", _flops(speed), _flops(usual.get(precision))

@@ -30,7 +30,7 @@ from shardwise.foresight.rehearse.batch import check_division
 from shardwise.foresight.rehearse.target import Target, aim_at
 from shardwise.foresight.verify.ranks import first_failure, heeding_interrupts, stopped_by_sigterm
 from shardwise.foresight.verify.ranks import ranks as started
-from shardwise.observe.profile import Profile, profile_step
+from shardwise.observe.profile import StepProfile, profile_step
 from shardwise.observe.profile_advice import Speed, advise, show_profile
 
 WARM_UP = 3
@@ -92,7 +92,7 @@ def measure(
     tokens = run.train.batch_size * run.data.sequence_length
     mfu = slowest["flops"] * tokens / slowest["seconds"] / (peak * target.ranks) if peak else None
     memory, room = max((one["memory"] for one in found if one["memory"]), default=None), slowest["room"]
-    shape = Profile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
+    shape = StepProfile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
     told = found[0]["told"]
     return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, rank, shape, told)
 

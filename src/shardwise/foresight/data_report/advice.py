@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.core.errors import UserError
 from shardwise.core.printable import counted
 from shardwise.data.row_warnings import explained
-from shardwise.data.statistics import CHAT, LOST, REFINED, REPEATS, Bill, SourceBill, remedy_of
+from shardwise.data.statistics import CHAT, LOST, REFINED, REPEATS, DataStatistics, SourceStatistics, remedy_of
 
 LEAST_LEARNED, MOST_LEARNED = 0.02, 0.99
 MOST_LOST, MOST_REPEATS, MOST_REFINED = 0.05, 0.20, 0.50
@@ -35,7 +35,7 @@ class Notice:
         return asdict(self)
 
 
-def problems(bill: Bill) -> list[UserError]:
+def problems(bill: DataStatistics) -> list[UserError]:
     """What must fail the run before it starts: a source of which nothing would be learned."""
     found = []
     for kind, sources in (("train", bill.train), ("eval", bill.eval)):
@@ -46,7 +46,7 @@ def problems(bill: Bill) -> list[UserError]:
     return found
 
 
-def _nothing_learned(source: SourceBill, bill: Bill) -> tuple[str, str]:
+def _nothing_learned(source: SourceStatistics, bill: DataStatistics) -> tuple[str, str]:
     if not source.rows:
         return "holds no rows", "check the file, or leave the source out"
     problem = f"no token of its {source.rows:,} rows would be learned"
@@ -60,7 +60,7 @@ def _nothing_learned(source: SourceBill, bill: Bill) -> tuple[str, str]:
     return problem, "check that the rows hold text, or leave the source out"
 
 
-def warnings(bill: Bill) -> list[Notice]:
+def warnings(bill: DataStatistics) -> list[Notice]:
     """What looks wrong but may be meant."""
     found: list[Notice] = []
     for source in bill.sources:
@@ -80,7 +80,7 @@ def warnings(bill: Bill) -> list[Notice]:
     return found + _packing(bill) + _batch(bill) + _evaluation(bill)
 
 
-def _learned(source: SourceBill, bill: Bill) -> list[Notice]:
+def _learned(source: SourceStatistics, bill: DataStatistics) -> list[Notice]:
     share, counted = source.learned_share, f"{source.supervised:,} of {source.tokens:,} tokens"
     if bill.purpose in ("masked", "classify"):
         return []  # what is learned is no part of the tokens there
@@ -93,12 +93,12 @@ def _learned(source: SourceBill, bill: Bill) -> list[Notice]:
     return []
 
 
-def _remarks(source: SourceBill) -> list[Notice]:
+def _remarks(source: SourceStatistics) -> list[Notice]:
     sentences = explained(source.remarks, source.rows, source.format, source.columns)
     return [Notice("rows", source.name, text) for text in sentences.values()]
 
 
-def _left_out(source: SourceBill) -> list[Notice]:
+def _left_out(source: SourceStatistics) -> list[Notice]:
     found, rows = [], max(1, source.rows)
     lost, repeats = source.lost(LOST), source.lost(REPEATS)
     if lost / rows > MOST_LOST:
@@ -116,7 +116,7 @@ def _left_out(source: SourceBill) -> list[Notice]:
     return found
 
 
-def _long(source: SourceBill, bill: Bill) -> list[Notice]:
+def _long(source: SourceStatistics, bill: DataStatistics) -> list[Notice]:
     longest = source.longest or source.percentile(1.0)
     splits = source.format == "text" or bill.purpose == "masked"
     split = bill.over_length == "split" or (bill.over_length is None and splits)
@@ -130,7 +130,7 @@ def _long(source: SourceBill, bill: Bill) -> list[Notice]:
     return [Notice("long rows", source.name, f"{text}; 99.9% of its rows fit, so look at the few that do not")]
 
 
-def _packing(bill: Bill) -> list[Notice]:
+def _packing(bill: DataStatistics) -> list[Notice]:
     packing = bill.packing
     one_a_row = bill.purpose in ("seq2seq", "masked", "classify")
     if not packing.sequences or packing.efficiency >= LEAST_FULL or one_a_row:
@@ -153,7 +153,7 @@ def _packing(bill: Bill) -> list[Notice]:
     return [Notice("packing", "", f"{text}; raise data.packing_window")]
 
 
-def _batch(bill: Bill) -> list[Notice]:
+def _batch(bill: DataStatistics) -> list[Notice]:
     made, sequences = bill.steps, bill.packing.sequences
     if made is None or sequences >= made.batch_size:
         return []
@@ -163,7 +163,7 @@ def _batch(bill: Bill) -> list[Notice]:
     return [Notice("batch", "", f"{text}; {remedy}")]
 
 
-def _evaluation(bill: Bill) -> list[Notice]:
+def _evaluation(bill: DataStatistics) -> list[Notice]:
     trained = {source.path for source in bill.train}
     same = [
         Notice("evaluation", s.name, "is trained on as well, so its loss says nothing about what the model has not "

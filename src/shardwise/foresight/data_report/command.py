@@ -13,7 +13,7 @@ from rich.console import Console
 from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, UserError
 from shardwise.data.mixing import all_names
-from shardwise.data.statistics import VERSION, Bill
+from shardwise.data.statistics import VERSION, DataStatistics
 from shardwise.foresight.data_report.advice import Notice, problems, warnings
 from shardwise.foresight.data_report.page import write_page
 from shardwise.foresight.data_report.preview import MOST_TOKENS, Preview, Sample
@@ -74,7 +74,7 @@ def _samples(found: Survey, rows: int, places: list[str]) -> list[Sample]:
 
 
 def _print(
-    found: Survey, bill: Bill, samples: list[Sample], odd: list[Notice], console: Console, particular: bool
+    found: Survey, bill: DataStatistics, samples: list[Sample], odd: list[Notice], console: Console, particular: bool
 ) -> None:
     if samples:
         Preview(found.tokenizer, console, WHOLE if particular else MOST_TOKENS).print(samples)

@@ -15,9 +15,9 @@ from typing import Any
 
 from shardwise.core.errors import UserError
 from shardwise.core.printable import one_line, several_lines
-from shardwise.data.statistics import Bill, SourceBill, coarse, read_fates
+from shardwise.data.statistics import DataStatistics, SourceStatistics, coarse, read_fates
 from shardwise.foresight.data_report.advice import Notice
-from shardwise.foresight.data_report.preview import Pieces, Sample, describe, shortened, shown
+from shardwise.foresight.data_report.preview import Sample, TokenBytes, describe, shortened, shown
 from shardwise.foresight.data_report.table import SourceTotals, clipped
 
 LISTED = 100  # rows named per fate; the others are in the file
@@ -28,7 +28,7 @@ _BARS = 28
 def write_page(
     path: Path,
     title: str,
-    bill: Bill,
+    bill: DataStatistics,
     samples: Sequence[Sample],
     tokenizer: Any,
     notices: Sequence[Notice],
@@ -44,7 +44,7 @@ def write_page(
 
 def render_page(
     title: str,
-    bill: Bill,
+    bill: DataStatistics,
     samples: Sequence[Sample],
     tokenizer: Any,
     notices: Sequence[Notice],
@@ -62,7 +62,7 @@ def render_page(
         lengths="".join(_lengths(source, bill.sequence_length) for source in bill.sources),
         packing=_packing(bill),
         fates=_fates(bill.sources),
-        samples=_samples(samples, Pieces(tokenizer)) if samples else "",
+        samples=_samples(samples, TokenBytes(tokenizer)) if samples else "",
     )
 
 
@@ -70,7 +70,7 @@ def _text(value: object) -> str:
     return escape(one_line(value))
 
 
-def _tiles(bill: Bill) -> str:
+def _tiles(bill: DataStatistics) -> str:
     total = SourceTotals(bill.train)
     tiles = [
         ("Rows", f"{total.rows:,}", f"{len(bill.train)} source{'s' if len(bill.train) > 1 else ''}"),
@@ -96,7 +96,7 @@ def _notices(notices: Sequence[Notice], problems: Sequence[UserError]) -> str:
     return f'<ul class="notices">{"".join(items)}</ul>' if items else ""
 
 
-def _table(title: str, sources: Sequence[SourceBill], mixture: bool) -> str:
+def _table(title: str, sources: Sequence[SourceStatistics], mixture: bool) -> str:
     if not sources:
         return ""
     mixture = mixture and len(sources) > 1
@@ -124,7 +124,7 @@ def _table(title: str, sources: Sequence[SourceBill], mixture: bool) -> str:
     return f'<section class="card"><h2>{title}</h2>{table}<dl>{about}</dl></section>'
 
 
-def _mixture(sources: Sequence[SourceBill]) -> str:
+def _mixture(sources: Sequence[SourceStatistics]) -> str:
     if len(sources) < 2:
         return ""
     rows = []
@@ -139,7 +139,7 @@ def _mixture(sources: Sequence[SourceBill]) -> str:
     return f'<section class="card"><h2>Mixture, by tokens</h2>{"".join(rows)}</section>'
 
 
-def _lengths(source: SourceBill, limit: int) -> str:
+def _lengths(source: SourceStatistics, limit: int) -> str:
     bars = coarse(source.lengths, _BARS)
     if not bars:
         return ""
@@ -171,7 +171,7 @@ def _lengths(source: SourceBill, limit: int) -> str:
     return f'<figure class="card"><figcaption><bdi>{_text(source.name)}</bdi></figcaption>{svg}</figure>'
 
 
-def _packing(bill: Bill) -> str:
+def _packing(bill: DataStatistics) -> str:
     packing = bill.packing
     if not packing.on:
         return "Off: every document is a sequence of its own, padded to the longest of its batch."
@@ -182,7 +182,7 @@ def _packing(bill: Bill) -> str:
     )
 
 
-def _fates(sources: Iterable[SourceBill]) -> str:
+def _fates(sources: Iterable[SourceStatistics]) -> str:
     parts = []
     for source in sources:
         if not any(source.fates.values()):
@@ -211,7 +211,7 @@ def _fates(sources: Iterable[SourceBill]) -> str:
     return f'<section class="card"><h2>Rows that did not go in as they are</h2>{"".join(parts)}</section>'
 
 
-def _samples(samples: Sequence[Sample], pieces: Pieces) -> str:
+def _samples(samples: Sequence[Sample], pieces: TokenBytes) -> str:
     parts, names = [], []
     for sample in samples:
         first = sample.name not in names
@@ -228,7 +228,7 @@ def _samples(samples: Sequence[Sample], pieces: Pieces) -> str:
     return f'<section class="card"><h2>What the model sees</h2>{legend}{"".join(parts)}</section>'
 
 
-def _tokens(sample: Sample, pieces: Pieces) -> str:
+def _tokens(sample: Sample, pieces: TokenBytes) -> str:
     parts = []
     for text, span, mark in shown(shortened(pieces, sample, MOST_TOKENS)):
         if span.left_out:

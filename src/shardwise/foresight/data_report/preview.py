@@ -46,7 +46,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """A stretch of an example: its text, whether it is learned, whether it is a special token, how many tokens."""
 
     text: str
@@ -62,7 +62,7 @@ class Span:
         return self.learned, self.special, self.broken, self.left_out
 
 
-class Pieces:
+class TokenBytes:
     """The bytes of each token of a tokenizer, as it stands within a text."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -117,19 +117,21 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in own} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-def spans(pieces: Pieces, tokens: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray) -> list[Span]:
+def spans(
+    pieces: TokenBytes, tokens: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray
+) -> list[TextSpan]:
     """An example as stretches of text, one per token or per group of tokens that make up a character."""
-    found: list[Span] = []
+    found: list[TextSpan] = []
     for special, group in _runs(pieces, tokens, learned):
         if special:
             texts = [(pieces.written(token).decode("utf-8", "backslashreplace"), mask) for token, mask in group]
-            found += [Span(text, mask, True, 1) for text, mask in texts]
+            found += [TextSpan(text, mask, True, 1) for text, mask in texts]
         else:
             found += _characters([(pieces.written(token), mask) for token, mask in group])
     return found
 
 
-def _runs(pieces: Pieces, tokens: Any, learned: Any) -> Iterator[tuple[bool, list[tuple[int, bool]]]]:
+def _runs(pieces: TokenBytes, tokens: Any, learned: Any) -> Iterator[tuple[bool, list[tuple[int, bool]]]]:
     run: list[tuple[int, bool]] = []
     kind = False
     for token, mask in zip(tokens, learned, strict=True):
@@ -143,8 +145,8 @@ def _runs(pieces: Pieces, tokens: Any, learned: Any) -> Iterator[tuple[bool, lis
         yield kind, run
 
 
-def _characters(group: list[tuple[bytes, bool]]) -> list[Span]:
-    found: list[Span] = []
+def _characters(group: list[tuple[bytes, bool]]) -> list[TextSpan]:
+    found: list[TextSpan] = []
     waiting: list[tuple[bytes, bool]] = []  # tokens whose last character is not whole yet
     for index, (data, mask) in enumerate(group):
         waiting.append((data, mask))
@@ -160,19 +162,19 @@ def _characters(group: list[tuple[bytes, bool]]) -> list[Span]:
             if len({learned for _, learned in waiting}) > 1:
                 found += [_spelled(part, learned) for part, learned in waiting]
             else:
-                found.append(Span(text, mask, False, len(waiting)))
+                found.append(TextSpan(text, mask, False, len(waiting)))
         waiting = []
     return found
 
 
-def _spelled(data: bytes, learned: bool) -> Span:
+def _spelled(data: bytes, learned: bool) -> TextSpan:
     """Bytes that are no text on their own: what can be read of them, the rest by number."""
     text = data.decode("utf-8", "surrogateescape")
     shown = "".join(f"<0x{ord(c) - 0xDC00:02X}>" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in text)
-    return Span(shown, learned, False, 1, broken=True)
+    return TextSpan(shown, learned, False, 1, broken=True)
 
 
-def shortened(pieces: Pieces, sample: Sample, most: int) -> list[Span]:
+def shortened(pieces: TokenBytes, sample: Sample, most: int) -> list[TextSpan]:
     """The spans of an example, its middle left out (and counted) where it has more than `most` tokens."""
     tokens, learned = sample.tokens, sample.learned
     if len(tokens) <= most:
@@ -182,10 +184,10 @@ def shortened(pieces: Pieces, sample: Sample, most: int) -> list[Span]:
     tail = _within(spans(pieces, tokens[-last - EDGE :], learned[-last - EDGE :])[::-1], last)[::-1]
     start, stop = sum(s.tokens for s in head), len(tokens) - sum(s.tokens for s in tail)
     text = f"{stop - start:,} tokens left out, {int(np.sum(learned[start:stop])):,} of them learned"
-    return [*head, Span(text, False, False, stop - start, left_out=True), *tail]
+    return [*head, TextSpan(text, False, False, stop - start, left_out=True), *tail]
 
 
-def _within(parts: list[Span], most: int) -> list[Span]:
+def _within(parts: list[TextSpan], most: int) -> list[TextSpan]:
     kept, total = [], 0
     for part in parts:
         total += part.tokens
@@ -195,13 +197,13 @@ def _within(parts: list[Span], most: int) -> list[Span]:
     return kept
 
 
-def shown(parts: Iterable[Span], marks: Marks = UNICODE) -> Iterator[tuple[str, Span, bool]]:
+def shown(parts: Iterable[TextSpan], marks: Marks = UNICODE) -> Iterator[tuple[str, TextSpan, bool]]:
     """Safe text to show, with its span and whether it is a mark for something invisible; equal neighbours are one."""
     parts = list(parts)
     # Seen as one text, in which a special token ends the line: a space before it is one that nobody sees.
     whole = "".join("\n" * len(p.text) if p.special or p.left_out else p.text for p in parts)
     trailing, place = trailing_spaces(whole), 0
-    flat: list[tuple[str, Span, bool]] = []
+    flat: list[tuple[str, TextSpan, bool]] = []
     for part in parts:
         here = {t - place for t in range(place, place + len(part.text)) if t in trailing and not part.special}
         place += len(part.text)
@@ -222,7 +224,7 @@ class Preview:
     """Prints examples: coloured and underlined on a terminal, with brackets where there is no colour."""
 
     def __init__(self, tokenizer: Any, console: Console, most: int = MOST_TOKENS) -> None:
-        self._pieces, self._console, self._most = Pieces(tokenizer), console, most
+        self._pieces, self._console, self._most = TokenBytes(tokenizer), console, most
         ascii_only = console.options.ascii_only
         self._marks = ASCII if ascii_only else UNICODE
         self._coloured = console.is_terminal and not console.no_color and console.color_system is not None

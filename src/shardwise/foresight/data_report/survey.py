@@ -17,7 +17,7 @@ from shardwise.config.resolve import Resolution, purpose_of, resolve_model, reso
 from shardwise.config.schema import Data, Run, Train
 from shardwise.core.errors import UserError
 from shardwise.data.epochs import Epochs, stream_in_words
-from shardwise.data.examples import BadRow, Fates
+from shardwise.data.examples import BadRow, RowOutcomes
 from shardwise.data.fingerprint import template_fingerprint
 from shardwise.data.layout import CausalLayout
 from shardwise.data.loader import Loader, make_loader
@@ -27,7 +27,7 @@ from shardwise.data.preference_layout import LAYOUTS
 from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data
 from shardwise.data.render import Renderer
 from shardwise.data.row_renderers import note_of
-from shardwise.data.statistics import Bill, PackingBill, SourceBill, StepsBill
+from shardwise.data.statistics import DataStatistics, PackingStatistics, SourceStatistics, StepStatistics
 from shardwise.data.tokenise import RowReader, Spec, fit, look
 from shardwise.foresight.data_report.preview import Sample
 from shardwise.nn.models.adapt import adapt_model, labels_of, settle_attention
@@ -99,42 +99,44 @@ def _named(found: Survey) -> Iterator[tuple[str, PreparedSource]]:
     yield from zip(all_names(found.run.data), found.prepared.train + found.prepared.eval, strict=True)
 
 
-def bill_of(found: Survey) -> Bill:
+def bill_of(found: Survey) -> DataStatistics:
     """Counts what was prepared."""
     data, prepared = found.run.data, found.prepared
     streams = prepared.streams()
     passes = [float(p) for p in passes_per_epoch(streams, data.temperature)]
     seen = [p * one.known["tokens"] for p, one in zip(passes, prepared.train, strict=True)]
-    bills: dict[bool, list[SourceBill]] = {True: [], False: []}
+    bills: dict[bool, list[SourceStatistics]] = {True: [], False: []}
     for name, one in _named(found):
         known: dict[str, Any] = {"cached": one.cached, "fates_file": str(one.folder / "fates.jsonl")}
         if one.spec.trains:
             share = seen[one.spec.index] / max(1.0, sum(seen))
             known |= {"held_out": one.known["held_out"], "passes": passes[one.spec.index], "share": share}
             known |= {"temperature": data.temperature}
-        bills[one.spec.trains].append(SourceBill.from_facts(one.spec.source, name, one.known, **known))
+        bills[one.spec.trains].append(SourceStatistics.from_facts(one.spec.source, name, one.known, **known))
     layout = LAYOUTS.get(purpose_of(found.run), CausalLayout)(0)
     loader = make_loader(streams, data, found.run.train.seed, layout, data.temperature)
     sequences, efficiency = loader.epoch_sequences(), loader.efficiency()
     documents = round(sum(p * one.known["documents"] for p, one in zip(passes, prepared.train, strict=True)))
     tokens = round(efficiency * sequences * data.sequence_length)
-    packing = PackingBill(bool(data.packing), sequences, documents, tokens, data.sequence_length, data.packing_window)
+    packing = PackingStatistics(
+        bool(data.packing), sequences, documents, tokens, data.sequence_length, data.packing_window
+    )
     template = template_fingerprint(found.tokenizer)
     purpose = purpose_of(found.run)
-    return Bill(
+    return DataStatistics(
         bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length, purpose,
         _steps(found.run.train, loader),
     )  # fmt: skip
 
 
-def _steps(train: Train, loader: Loader) -> StepsBill:
+def _steps(train: Train, loader: Loader) -> StepStatistics:
     steps, batch, first = train.steps, train.batch_size, loader.epoch_sequences()
     if steps is not None and train.epochs is None:
-        return StepsBill(steps, steps * batch / first, batch, stream_in_words(steps, batch, first))
+        return StepStatistics(steps, steps * batch / first, batch, stream_in_words(steps, batch, first))
     count = train.epochs or 1.0
     epochs = Epochs.of(count, loader.epoch_sequences)
     whole = epochs.steps(batch)
-    return StepsBill(min(steps or whole, whole), count, batch, epochs.in_words(count, batch, steps))
+    return StepStatistics(min(steps or whole, whole), count, batch, epochs.in_words(count, batch, steps))
 
 
 def spread(rows: int, wanted: int) -> list[int]:
@@ -186,12 +188,12 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
     reader = RowReader(replace(spec, data=skip), detected, None)
     renderer = Renderer(found.tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels, spec.stops)
     for task in tasks:
-        examples = [e for e in reader.examples(task, {}, Fates())[0] if chosen(e.number, e.where)]
+        examples = [e for e in reader.examples(task, {}, RowOutcomes())[0] if chosen(e.number, e.where)]
         texts = {e.number for e in examples if e.kind == "text"}
         for document in renderer.render(examples):
             if isinstance(document, BadRow):
                 continue
-            fates = Fates()
+            fates = RowOutcomes()
             pieces = fit(document, document.number in texts, spec, fates, [], renderer)
             note, shown = "", document
             if len(pieces) > 1:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.core.errors import UserError
 from shardwise.core.printable import counted, one_line, several_lines
-from shardwise.data.statistics import Bill, SourceBill, coarse, read_fates
+from shardwise.data.statistics import DataStatistics, SourceStatistics, coarse, read_fates
 from shardwise.foresight.data_report.advice import Notice
 
 LISTED = 20  # rows named per source; the others are in the file
@@ -25,7 +25,7 @@ _MOST_REASON = 160
 
 
 @dataclass(frozen=True)
-class _Column:
+class _TableColumn:
     """One column of the table; those of the highest rank come last on a narrow terminal."""
 
     title: str
@@ -37,7 +37,7 @@ class _Column:
         return max(map(cell_len, [self.title, *self.cells])) + _GAP
 
 
-def print_bill(bill: Bill, console: Console) -> None:
+def print_bill(bill: DataStatistics, console: Console) -> None:
     """The table, the sources one by one, the packing and the rows that did not go in as they are."""
     template = f", template {one_line(bill.template)}" if bill.template else ""
     _print(console, f"tokenizer {one_line(bill.tokenizer)}{template}", "dim")
@@ -73,26 +73,26 @@ def print_problems(found: Sequence[UserError], console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _tables(title: str, sources: list[SourceBill], width: int, mixture: bool) -> Iterator[Table]:
+def _tables(title: str, sources: list[SourceStatistics], width: int, mixture: bool) -> Iterator[Table]:
     """All columns: what one table has no room for goes on in another below it."""
     several = len(sources) > 1
     shares = [s.learned_share for s in sources] + ([SourceTotals(sources).learned_share] if several else [])
     names = [one_line(s.name) for s in sources] + (["all"] if several else [])
     columns = [
-        _Column("rows", 3, _counts([s.rows for s in sources], several)),
-        _Column("documents", 6, _counts([s.documents for s in sources], several)),
-        _Column("tokens", 1, _counts([s.tokens for s in sources], several)),
-        _Column("learned", 2, [_share(share) for share in shares]),
-        _Column("left out", 5, _counts([s.left_out for s in sources], several)),
-        _Column("median", 8, [f"{s.percentile(0.5):,}" for s in sources]),
-        _Column("99%", 7, [f"{s.percentile(0.99):,}" for s in sources]),
-        _Column("longest", 9, [f"{s.longest or s.percentile(1.0):,}" for s in sources]),
-        _Column("tokens/s", 10, ["cached" if s.cached else _rate(s.tokens_per_second) for s in sources]),
+        _TableColumn("rows", 3, _counts([s.rows for s in sources], several)),
+        _TableColumn("documents", 6, _counts([s.documents for s in sources], several)),
+        _TableColumn("tokens", 1, _counts([s.tokens for s in sources], several)),
+        _TableColumn("learned", 2, [_share(share) for share in shares]),
+        _TableColumn("left out", 5, _counts([s.left_out for s in sources], several)),
+        _TableColumn("median", 8, [f"{s.percentile(0.5):,}" for s in sources]),
+        _TableColumn("99%", 7, [f"{s.percentile(0.99):,}" for s in sources]),
+        _TableColumn("longest", 9, [f"{s.longest or s.percentile(1.0):,}" for s in sources]),
+        _TableColumn("tokens/s", 10, ["cached" if s.cached else _rate(s.tokens_per_second) for s in sources]),
     ]
     if mixture and several:
-        columns.insert(4, _Column("mixture", 4, [_share(s.share) for s in sources]))
+        columns.insert(4, _TableColumn("mixture", 4, [_share(s.share) for s in sources]))
     if any(s.held_out for s in sources):
-        columns.insert(2, _Column("held out", 11, _counts([s.held_out for s in sources], several)))
+        columns.insert(2, _TableColumn("held out", 11, _counts([s.held_out for s in sources], several)))
     first = sum(entry.width for entry in columns if entry.rank <= _FIRST)
     wanted = min(max(map(cell_len, names)), _MOST_NAME, width - first - _GAP)
     room = width - max(_LEAST_NAME, wanted) - _GAP
@@ -108,7 +108,7 @@ def _tables(title: str, sources: list[SourceBill], width: int, mixture: bool) ->
         columns, title = [entry for entry in columns if entry.rank not in kept], ""
 
 
-def _table(title: str, names: list[str], columns: list[_Column], sources: int) -> Table:
+def _table(title: str, names: list[str], columns: list[_TableColumn], sources: int) -> Table:
     table = Table(title=title or None, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     table.add_column("source", overflow="fold", min_width=_LEAST_NAME)
     for entry in columns:
@@ -122,7 +122,7 @@ def _table(title: str, names: list[str], columns: list[_Column], sources: int) -
 class SourceTotals:
     """Sums over sources."""
 
-    def __init__(self, sources: Sequence[SourceBill]) -> None:
+    def __init__(self, sources: Sequence[SourceStatistics]) -> None:
         self.rows = sum(s.rows for s in sources)
         self.documents = sum(s.documents for s in sources)
         self.tokens = sum(s.tokens for s in sources)
@@ -147,7 +147,7 @@ def _rate(value: float | None) -> str:
     return f"{value:.0f}"
 
 
-def _print_source(source: SourceBill, console: Console) -> None:
+def _print_source(source: SourceStatistics, console: Console) -> None:
     line = Text(one_line(source.name), style="bold")
     line.append(f"  {one_line(source.understood)}", style="not bold")
     console.print(line, soft_wrap=not console.is_terminal, highlight=False)
@@ -170,7 +170,7 @@ def sparkline(lengths: Sequence[int], width: int, ascii_only: bool = False) -> s
     return "".join(signs[-(-count * len(signs) // most) - 1] if count else " " for _, _, count in bars)
 
 
-def _packing_line(bill: Bill) -> str:
+def _packing_line(bill: DataStatistics) -> str:
     packing = bill.packing
     if not packing.on:
         return (
@@ -185,7 +185,7 @@ def _packing_line(bill: Bill) -> str:
     )
 
 
-def _print_fates(source: SourceBill, console: Console) -> None:
+def _print_fates(source: SourceStatistics, console: Console) -> None:
     """The rows that did not go in as they are, by place."""
     if not any(source.fates.values()):
         return

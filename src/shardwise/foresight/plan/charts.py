@@ -44,7 +44,7 @@ def seconds(spent: float) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class BarRow:
     """A line of the bar chart: bytes and seconds by category, and what is written beside them."""
 
     name: str
@@ -57,7 +57,7 @@ class Row:
     time_change: str = ""
 
 
-def bars(rows: Sequence[Row], limit: float, rough: bool = False) -> str:
+def bars(rows: Sequence[BarRow], limit: float, rough: bool = False) -> str:
     """Memory and time of each row, side by side, on common scales."""
     assert all(name in MEMORY for row in rows for name in row.memory), "a category without a colour"
     largest = max([limit * 1.08, *(sum(row.memory.values()) * 1.01 for row in rows)])

@@ -38,7 +38,7 @@ ADAPTERS = ("lora", "qlora")  # tried where full fine-tuning does not fit and no
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """What the command line said."""
 
     what: str
@@ -54,7 +54,7 @@ class Asked:
     thorough: bool
 
 
-def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool) -> int:
+def run_plan(asked: PlanOptions, write: Path | None, html: Path | None, as_json: bool) -> int:
     """Plans and prints; 0 if something fits, else 1."""
     console = Console(highlight=False, stderr=as_json)
     _check(asked, write, html)
@@ -102,7 +102,7 @@ def run_plan(asked: Asked, write: Path | None, html: Path | None, as_json: bool)
     return 0 if chosen.best is not None else 1
 
 
-def _check(asked: Asked, write: Path | None, html: Path | None) -> None:
+def _check(asked: PlanOptions, write: Path | None, html: Path | None) -> None:
     """Mistakes that need no search to be seen."""
     for option, value in (("--price", asked.price), ("--memory", asked.memory)):
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -145,7 +145,7 @@ def _written(found: Estimate | str) -> str:
     return headline(found) + ("" if found.fits else f": does not fit, {lacks} are missing")
 
 
-def _cluster(asked: Asked) -> Cluster:
+def _cluster(asked: PlanOptions) -> Cluster:
     memory = None if asked.memory is None else int(asked.memory * 1e9)
     if asked.gpu is None:
         here = this_machine()
@@ -160,7 +160,7 @@ def _cluster(asked: Asked) -> Cluster:
     return cluster_of(asked.gpu, asked.nodes, gpus, asked.network, asked.price, memory)
 
 
-def _loaded(asked: Asked) -> tuple[LoadedRun, bool]:
+def _loaded(asked: PlanOptions) -> tuple[LoadedRun, bool]:
     """The run, and whether it is a file's; of a model that is only named, one of its own."""
     path = Path(asked.what)
     if path.suffix in (".yaml", ".yml"):
@@ -168,7 +168,7 @@ def _loaded(asked: Asked) -> tuple[LoadedRun, bool]:
     return load_run({"model": {"name": asked.what}, "data": {"train": "data.jsonl"}}, asked.overrides), False
 
 
-def _methods(asked: Asked, values: dict[str, Any], is_file: bool) -> list[str | None]:
+def _methods(asked: PlanOptions, values: dict[str, Any], is_file: bool) -> list[str | None]:
     if asked.method is not None:
         return [asked.method]
     whole = "method" in values or "fp8" in values  # fp8 is for what is trained whole

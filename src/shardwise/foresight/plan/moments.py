@@ -13,7 +13,7 @@ from shardwise.core.hardware.specs import Device
 from shardwise.foresight.plan.estimate import Estimate, without_pipeline
 from shardwise.foresight.plan.quick import Quick, Strategy
 from shardwise.foresight.plan.time import kernel
-from shardwise.foresight.rehearse.ledger import Ledger, ledger_of
+from shardwise.foresight.rehearse.ledger import MemoryLedger, ledger_of
 from shardwise.foresight.rehearse.step import rehearse
 from shardwise.foresight.rehearse.subprocess import apart
 from shardwise.foresight.rehearse.tally import head_of
@@ -63,7 +63,7 @@ def _rehearsed(
     return Moments(*_course(ledger), layers, micro_batches, (spent[0] / each, spent[1] / each))
 
 
-def _course(ledger: Ledger) -> tuple[list[tuple[float, dict[str, int]]], list[tuple[float, str]]]:
+def _course(ledger: MemoryLedger) -> tuple[list[tuple[float, dict[str, int]]], list[tuple[float, str]]]:
     """The curve, and where forward, backward and update begin: by the first block of memory that each of them makes.
 
     Before the first such block what is held is counted, and after the last it is let go: neither is part of a step.

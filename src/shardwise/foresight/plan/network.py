@@ -25,7 +25,7 @@ from __future__ import annotations
 from math import ceil, log2
 from typing import Literal, get_args
 
-from shardwise.core.hardware.specs import Cluster, Link
+from shardwise.core.hardware.specs import Cluster, LinkSpec
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -55,7 +55,7 @@ def seconds(kind: str, nbytes: float, ranks: int, per_node_in_group: int, cluste
     return launch + hops + (n - 1) / n * wire
 
 
-def bus_bandwidth(per_node_in_group: int, nodes: int, within: Link, across: Link) -> float:
+def bus_bandwidth(per_node_in_group: int, nodes: int, within: LinkSpec, across: LinkSpec) -> float:
     """Bytes/s at which a ring or tree of a group moves a tensor along: the slowest link it passes."""
     if nodes == 1:
         return within.bandwidth

@@ -102,7 +102,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Profile:
+class BlockProfile:
     """Of one rank with one sequence: seconds and bytes of a block and of the rest."""
 
     sizes: Sizes
@@ -133,7 +133,7 @@ def sizes_of(source: ModelSource) -> Sizes:
     return Sizes(whole, block, counts[0][0] - depths[0] * block, experts, 1.0, width)
 
 
-def profile(sizes: Sizes, sketched: Sketched, run: Run, cluster: Cluster) -> Profile:
+def profile(sizes: Sizes, sketched: Sketched, run: Run, cluster: Cluster) -> BlockProfile:
     """From a sketch on one rank, with one sequence, without recomputation."""
     whole, bare = sketched.at(), sketched.at(0)
     time, rest = step_time(whole, run, cluster, 1), step_time(bare, run, cluster, 1)
@@ -144,7 +144,7 @@ def profile(sizes: Sizes, sketched: Sketched, run: Run, cluster: Cluster) -> Pro
     besides = max(0.0, whole.peak - states - layers * kept)
     trained = whole.trained / max(1.0, sizes.block * layers + sizes.rest)
     sizes = replace(sizes, trained=min(1.0, trained))
-    return Profile(
+    return BlockProfile(
         sizes, (time.forward - rest.forward) / layers, (time.backward - rest.backward) / layers,
         rest.forward + rest.backward, (time.host - rest.host) / layers, rest.host,
         time.update / max(1.0, whole.trained), kept, 2.0 * tokens * sizes.width, besides,
@@ -154,7 +154,7 @@ def profile(sizes: Sizes, sketched: Sketched, run: Run, cluster: Cluster) -> Pro
 class Quick:
     """Scores strategies for a run on a cluster."""
 
-    def __init__(self, of: Profile, run: Run, cluster: Cluster) -> None:
+    def __init__(self, of: BlockProfile, run: Run, cluster: Cluster) -> None:
         self.of, self.run, self.cluster = of, run, cluster
         self.frozen = {"qlora": 0.6}.get(run.method.type, 2.0)
         # Times what compiled blocks take, where blocks cannot be compiled.

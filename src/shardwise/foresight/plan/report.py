@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.config.axes import HEADS, first_of
 from shardwise.config.units import human
 from shardwise.core.atomic_file import check_page, write_page
-from shardwise.foresight.plan.charts import GIB, Row, area, bars, gib, seconds, text
+from shardwise.foresight.plan.charts import GIB, BarRow, area, bars, gib, seconds, text
 from shardwise.foresight.plan.estimate import Estimate
 from shardwise.foresight.plan.explain import guidelines, long_time, money, per_second, reasons, told
 from shardwise.foresight.plan.ladder import Rung, ladder, variants
@@ -157,21 +157,21 @@ def _strategies(plan: Plan) -> str:
     return bars(rows, plan.cluster.device.memory) + note
 
 
-def _row(plan: Plan, option: Option) -> Row:
+def _row(plan: Plan, option: Option) -> BarRow:
     s, found = option.strategy, option.estimate
     note = f"micro-batch {s.micro}, recompute {'full' if s.recompute else 'none'}"
     if found.fits:
         note += f" · {found.rate:,.0f} tokens/s/device, MFU {found.mfu:.0%}"
     elif found.spare >= 0:
         note += " · more than the host's memory"
-    return Row(s.name(), found.memory, found.time.parts(), found.fits, note, "chosen" if option is plan.best else "")
+    return BarRow(s.name(), found.memory, found.time.parts(), found.fits, note, "chosen" if option is plan.best else "")
 
 
 def _ladder(plan: Plan, strategy: Strategy | None) -> str:
     if plan.quick is None or strategy is None:
         return '<p class="muted">There is nothing to compare.</p>'
     quick, limit = plan.quick, plan.cluster.device.memory
-    rows: list[Row] = []
+    rows: list[BarRow] = []
     before: tuple[float, float] | None = None
     for rung in ladder(plan, strategy):
         parts, spent = quick.parts(rung.strategy), quick.seconds(rung.strategy)
@@ -181,7 +181,7 @@ def _ladder(plan: Plan, strategy: Strategy | None) -> str:
             changes = _signed(total - before[0]), _percent(spent / before[1] - 1)
         mark = ("chosen" if plan.best else "nearest") if rung.strategy == strategy else ""
         fits = _fits(plan, rung.strategy, total)
-        rows.append(Row(rung.name, parts, {"step": spent}, fits is not False, "", mark, *changes))
+        rows.append(BarRow(rung.name, parts, {"step": spent}, fits is not False, "", mark, *changes))
         before = total, spent
     note = "Rough scores: formulas over one rehearsed block, to rank techniques and to show what each is for."
     best = plan.best

@@ -24,7 +24,7 @@ from shardwise.foresight.plan.network import seconds as wire_seconds
 from shardwise.foresight.rehearse.flops import FLOAT8 as LORA_FLOAT8
 from shardwise.foresight.rehearse.flops import GROUPED as GROUPED_PRODUCTS
 from shardwise.foresight.rehearse.tally import Tally
-from shardwise.foresight.rehearse.tracker import Work
+from shardwise.foresight.rehearse.tracker import OperatorWork
 from shardwise.optim.build import state_bytes
 from shardwise.parallel.offload.policy import offloaded_share, split_in
 
@@ -123,7 +123,7 @@ def blended(device: float, host: float) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def kernel(work: Work, device: Device, compiled: bool = False, fp8: bool = False) -> float:
+def kernel(work: OperatorWork, device: Device, compiled: bool = False, fp8: bool = False) -> float:
     """Seconds of one operator."""
     half = work.dtype in ("bfloat16", "float16")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(work.dtype, "fp32")
@@ -167,7 +167,7 @@ def _matmul(device: Device, precision: str) -> float:
     return max(reached, min(MATMUL * reached, MOST * device.peak[device.computes(precision)]))
 
 
-def _attention(work: Work, device: Device) -> float:
+def _attention(work: OperatorWork, device: Device) -> float:
     forward, backward = device.attention_flops()
     head = (work.largest[2] if work.largest else 128) / 128
     rate = backward * ATTENTION[1] if "backward" in work.operator else forward * ATTENTION[0]

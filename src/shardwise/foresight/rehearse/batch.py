@@ -22,7 +22,7 @@ PACKED = 0  # for a number of documents: a long one and a short one, as in rows 
 SHORT = 16  # tokens of that one
 
 
-class _Reader:
+class _DocumentReader:
     """Every document is learned but for its first token; a document's index is its length."""
 
     source_count = 1
@@ -42,7 +42,7 @@ def micro_batch(run: Run, rows: int, documents: int = 1) -> Any:
     if purpose_of(run) == "causal":
         lengths = _lengths(width, documents, bool(run.data.packing))
         each = np.array([(0, 0, length, length, 0) for length in lengths], DOCUMENT)
-        made = CausalLayout(0).collate(_Reader(bool(run.data.packing)), [each] * rows, 0)
+        made = CausalLayout(0).collate(_DocumentReader(bool(run.data.packing)), [each] * rows, 0)
         return replace(made, labels=torch.full_like(made.labels, FIRST))
     ids = torch.full((rows, width), FIRST)
     return RowBatch(ids, torch.ones_like(ids), torch.full_like(ids, FIRST))

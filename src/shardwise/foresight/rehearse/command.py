@@ -13,7 +13,7 @@ from shardwise.config.load import load_run
 from shardwise.config.units import human
 from shardwise.core.errors import UserError
 from shardwise.foresight.rehearse.batch import check_division
-from shardwise.foresight.rehearse.ledger import CATEGORIES, WORKSPACE, Ledger, ledger_of, replayed, wire
+from shardwise.foresight.rehearse.ledger import CATEGORIES, WORKSPACE, MemoryLedger, ledger_of, replayed, wire
 from shardwise.foresight.rehearse.step import Alike, Rehearsal, rehearse
 from shardwise.foresight.rehearse.subprocess import apart
 from shardwise.foresight.rehearse.tally import head_of
@@ -80,7 +80,7 @@ def report_of(result: Rehearsal, target: Target) -> dict[str, Any]:
     }
 
 
-def _phase_at(ledger: Ledger) -> str:
+def _phase_at(ledger: MemoryLedger) -> str:
     block = max((b for b, _ in ledger.blocks if b.born < ledger.peak_time), key=lambda b: b.born)
     return f"{block.phase}, {block.module or 'outside of the modules'}"
 

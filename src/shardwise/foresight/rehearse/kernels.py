@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     """The shapes of products of groups of rows with a matrix each."""
 
     @staticmethod
@@ -34,7 +34,7 @@ def grouped_products() -> Iterator[None]:
 
     def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
         known = weight.dtype == torch.bfloat16 or not isinstance(weight, FakeTensor)
-        return own(input, weight, offs) if known else _Grouped.apply(input.to(weight.dtype), weight)
+        return own(input, weight, offs) if known else _GroupedProduct.apply(input.to(weight.dtype), weight)
 
     moe._grouped_mm = grouped
     try:

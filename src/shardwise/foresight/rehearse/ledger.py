@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.foresight.rehearse.allocator import Allocator, Event, replay
-from shardwise.foresight.rehearse.tracker import Block, Tracker
+from shardwise.foresight.rehearse.tracker import MemoryBlock, StepTracker
 
 CATEGORIES = (
     "parameters", "quantised base", "buffers", "optimizer", "gradients", "gathered", "communication", "activations",
@@ -23,10 +23,10 @@ WORKSPACE = 2 * 32 * 2**20  # cuBLAS takes 32 MiB on Hopper for each thread that
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryLedger:
     """The blocks of a step, each with its category."""
 
-    blocks: list[tuple[Block, str]]
+    blocks: list[tuple[MemoryBlock, str]]
     peak: int
     peak_time: int
     phases: list[tuple[int, str]]
@@ -71,15 +71,15 @@ class Ledger:
         return found
 
 
-def ledger_of(tracker: Tracker, head: str = "lm_head") -> Ledger:
+def ledger_of(tracker: StepTracker, head: str = "lm_head") -> MemoryLedger:
     """Sorts what a tracker saw; `head` is the name of the model's output layer."""
     update = next((time for time, phase in tracker.marks if phase == "update"), tracker.time)
     begun = [time for time, kind, number in tracker.borders if (kind, number) == ("forward", 0)]
     blocks = [(block, _category(block, update, head, begun)) for block in tracker.blocks]
-    return Ledger(blocks, tracker.peak, tracker.peak_time, tracker.marks, tracker.time)
+    return MemoryLedger(blocks, tracker.peak, tracker.peak_time, tracker.marks, tracker.time)
 
 
-def _category(block: Block, update: int, head: str, begun: list[int]) -> str:
+def _category(block: MemoryBlock, update: int, head: str, begun: list[int]) -> str:
     """`begun` is when each micro-batch did: what a backward leaves for the next one are sums of gradients."""
     if block.category:
         return block.category
@@ -93,7 +93,7 @@ def _category(block: Block, update: int, head: str, begun: list[int]) -> str:
     return "logits and loss" if block.module == head else "activations"
 
 
-def wire(tracker: Tracker) -> list[dict[str, object]]:
+def wire(tracker: StepTracker) -> list[dict[str, object]]:
     """Every kind of collective of the step: phase, kind, ranks of its group, how often, bytes in all."""
     counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     sizes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
@@ -114,7 +114,7 @@ def _short(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
 
 
-def replayed(tracker: Tracker) -> Allocator:
+def replayed(tracker: StepTracker) -> Allocator:
     """The step through a GPU's allocator: what it hands out at most, and what it keeps of the device."""
     held = [Event(n, b.size) for n, b in enumerate(tracker.blocks) if b.operator == "held" and b.size]
     known = {event.number for event in held}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.effective_device import on_host
-from shardwise.parallel.offload.disk import Transfer
+from shardwise.parallel.offload.disk import DiskTransfer
 from shardwise.parallel.offload.pinned_memory import aligned
 
 
@@ -21,15 +21,15 @@ class NoFile:
     bytes_written: int = 0
     direct: bool = True
 
-    def read(self, offset: int, into: torch.Tensor) -> Transfer:
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
         """Has happened."""
         self.bytes_read += into.numel()
-        return Transfer(())
+        return DiskTransfer(())
 
-    def write(self, offset: int, source: torch.Tensor, after: Any = None) -> Transfer:
+    def write(self, offset: int, source: torch.Tensor, after: Any = None) -> DiskTransfer:
         """Has happened."""
         self.bytes_written += source.numel()
-        return Transfer(())
+        return DiskTransfer(())
 
     def mapped(self, offset: int, size: int) -> torch.Tensor:
         """Bytes that are not on the device."""

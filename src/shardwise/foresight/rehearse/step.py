@@ -26,7 +26,7 @@ from shardwise.distributed.mesh import World
 from shardwise.foresight.rehearse.batch import step_batch
 from shardwise.foresight.rehearse.kernels import gpu_kernels, grouped_products
 from shardwise.foresight.rehearse.nodisk import NoDisk
-from shardwise.foresight.rehearse.tracker import Tracker
+from shardwise.foresight.rehearse.tracker import StepTracker
 from shardwise.foresight.rehearse.world import fake_world
 from shardwise.nn.models.build import materialise, vocabulary_size
 from shardwise.nn.models.source import ModelSource
@@ -37,10 +37,10 @@ from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.offload.policy import eager_share
-from shardwise.parallel.selfcheck import Undivided, check_documents
+from shardwise.parallel.selfcheck import UnshardedModel, check_documents
 from shardwise.parallel.zero.tuning import tune
 from shardwise.parallel.zero.update import Update
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 from shardwise.train.loop import accumulate
 from shardwise.train.setup import build_model, build_optimizer
 
@@ -54,7 +54,7 @@ class Rehearsal:
     rank: int
     ranks: int
     place: dict[str, int]
-    tracker: Tracker
+    tracker: StepTracker
     micro_batches: int  # of the step that was watched
     held: dict[str, int]  # between steps, by category
     seconds: float
@@ -77,7 +77,7 @@ class Alike(dict[Any, Any]):
 
 
 @dataclass
-class Parts:
+class StepState:
     """What `accumulate` wants of the training's parts."""
 
     sharded: Any
@@ -128,9 +128,9 @@ def set_up(
     world: World,
     fake: FakeTensorMode | None,
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[Parts, torch.optim.Optimizer]:
+) -> tuple[StepState, torch.optim.Optimizer]:
     """A rank's parts of training, without data; in memory, uninitialised, where tensors are not fake."""
-    job = Job(run, {}, source, None, None, None, Path(run.output))  # type: ignore[arg-type]
+    job = ResolvedRun(run, {}, source, None, None, None, Path(run.output))  # type: ignore[arg-type]
 
     def give_memory(model: Any, device: torch.device) -> None:
         with fake or nullcontext():
@@ -142,7 +142,7 @@ def set_up(
 
     choose = None if fake is not None else partial(tune, run, world, say=say)
     sharded, spread = build_model(job, world, give_memory=give_memory, choose=choose)
-    asked = Undivided(spread.tiny if spread.tiny is not None else tiny_case(source).model().float())
+    asked = UnshardedModel(spread.tiny if spread.tiny is not None else tiny_case(source).model().float())
     with acting("cpu"):
         vocabulary = vocabulary_size(asked.model)
         apart = check_documents(asked, vocabulary, job, asked.device, say)
@@ -157,16 +157,16 @@ def set_up(
     update = Update(
         sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, then=spread.after_step
     )  # fmt: skip
-    return Parts(sharded, spread, objective, scaler, update, world, _OneSource()), optimizer
+    return StepState(sharded, spread, objective, scaler, update, world, _OneSource()), optimizer
 
 
 def watch(
-    parts: Parts, optimizer: torch.optim.Optimizer, batch: StepBatch, say: Callable[[str], None] = lambda _: None
-) -> tuple[Tracker, dict[str, int]]:
+    parts: StepState, optimizer: torch.optim.Optimizer, batch: StepBatch, say: Callable[[str], None] = lambda _: None
+) -> tuple[StepTracker, dict[str, int]]:
     """A step to warm up and one that is followed; with what is held between steps, by category. Fake or real."""
     say("warming up")
     take_step(parts, replace(batch, micro_batches=batch.micro_batches[:1]) if parts.spread.pipeline is None else batch)
-    tracker = Tracker(parts.sharded.model)
+    tracker = StepTracker(parts.sharded.model)
     tracker.hold(list(parts.sharded.model.parameters()), "parameters")
     tracker.hold(list(parts.sharded.model.buffers()), "buffers")
     tracker.hold([list(state.values()) for state in optimizer.state.values()], "optimizer")
@@ -180,7 +180,7 @@ def watch(
     return tracker, held
 
 
-def take_step(parts: Parts, batch: StepBatch, tracker: Tracker | None = None) -> None:
+def take_step(parts: StepState, batch: StepBatch, tracker: StepTracker | None = None) -> None:
     """Forward, backward and update, as the loop does them."""
     if tracker is not None:
         tracker.begin("step")
@@ -209,7 +209,7 @@ def _faked(value: Any, fake: FakeTensorMode) -> Any:
     return fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
-def _held(tracker: Tracker) -> dict[str, int]:
+def _held(tracker: StepTracker) -> dict[str, int]:
     found: dict[str, int] = {}
     for block in tracker.blocks:
         found[block.category] = found.get(block.category, 0) + block.size

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.foresight.rehearse.ledger import CATEGORIES, ledger_of, replayed
 from shardwise.foresight.rehearse.step import Rehearsal
-from shardwise.foresight.rehearse.tracker import Tracker, Work, sent
+from shardwise.foresight.rehearse.tracker import OperatorWork, StepTracker, sent
 
 MIDDLE = "middle"
 Sent = tuple[str, str, tuple[int, ...], int]  # phase, kind, ranks, bytes
@@ -36,8 +36,8 @@ class Tally:
     trained: float  # parameters that this rank updates
     kept: float  # bytes that forward puts into the host's memory
     calls: dict[str, float] = field(repr=False)  # of the host, in each micro-batch
-    work: dict[Work, float] = field(repr=False)  # of each micro-batch
-    work_once: dict[Work, float] = field(repr=False)  # besides, of each step
+    work: dict[OperatorWork, float] = field(repr=False)  # of each micro-batch
+    work_once: dict[OperatorWork, float] = field(repr=False)  # besides, of each step
     wire: dict[Sent, float] = field(repr=False)
     wire_once: dict[Sent, float] = field(repr=False)
 
@@ -73,11 +73,11 @@ def tally_of(result: Rehearsal, layers: int) -> Tally:
     return Tally(
         layers, result.micro_batches, held, _segments(tracker, head_of(tracker)),
         float(allocator.most_reserved), _trained(tracker.model), float(tracker.to_host), calls,
-        _only(each, Work), _only(once, Work), _only(each, tuple), _only(once, tuple),
+        _only(each, OperatorWork), _only(once, OperatorWork), _only(each, tuple), _only(once, tuple),
     )  # fmt: skip
 
 
-def _apart(tracker: Tracker) -> tuple[Counter[Any], Counter[Any]]:
+def _apart(tracker: StepTracker) -> tuple[Counter[Any], Counter[Any]]:
     """What every micro-batch does, and what a step does once: what is not in all of them, and the update."""
     total: Counter[Any] = Counter(tracker.work)
     total.update(sent(phase, one) for phase, _, one in tracker.collectives)
@@ -93,7 +93,7 @@ def _only(counts: Counter[Any], kind: type) -> dict[Any, float]:
     return {what: float(count) for what, count in counts.items() if isinstance(what, kind)}
 
 
-def head_of(tracker: Tracker) -> str:
+def head_of(tracker: StepTracker) -> str:
     """The name of the model's output layer."""
     model: Any = tracker.model
     head = model.get_output_embeddings()
@@ -139,7 +139,7 @@ def _along(few: dict[Any, float], more: dict[Any, float], step: float, least: fl
     return found
 
 
-def _segments(tracker: Tracker, head: str) -> dict[str, dict[str, float]]:
+def _segments(tracker: StepTracker, head: str) -> dict[str, dict[str, float]]:
     """By stretch of the step, what there is of each category when it has most."""
     borders = _borders(tracker)
     changes: list[tuple[int, str, int]] = []
@@ -165,7 +165,7 @@ def _segments(tracker: Tracker, head: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def _borders(tracker: Tracker) -> list[tuple[int, str]]:
+def _borders(tracker: StepTracker) -> list[tuple[int, str]]:
     """When each stretch begins, with its name."""
     last = max((number for _, _, number in tracker.borders), default=0)
     micro, found = 0, []

@@ -35,7 +35,7 @@ NO_KERNEL = ("_unsafe_view", "empty_like", "new_empty", "empty")  # no views by 
 
 
 @dataclass
-class Block:
+class MemoryBlock:
     """A piece of memory: how large, when it came (and went), and what it was made by."""
 
     size: int
@@ -48,7 +48,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperatorWork:
     """What one operator did: for a model of its time."""
 
     phase: str
@@ -60,7 +60,7 @@ class Work:
 
 
 @dataclass
-class Tracker(TorchDispatchMode):
+class StepTracker(TorchDispatchMode):
     """Follows everything that happens while it is active; `phase` is what the caller says is going on."""
 
     model: nn.Module | None = None
@@ -69,8 +69,8 @@ class Tracker(TorchDispatchMode):
     now: int = 0
     peak: int = 0
     peak_time: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    work: Counter[Work] = field(default_factory=Counter)
+    blocks: list[MemoryBlock] = field(default_factory=list)
+    work: Counter[OperatorWork] = field(default_factory=Counter)
     passes: list[Counter[Any]] = field(default_factory=list)  # work and collectives of each micro-batch
     collectives: list[tuple[str, str, Collective]] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)  # of operators, views and modules: what the host has to do
@@ -80,7 +80,7 @@ class Tracker(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._live: dict[int, tuple[Block, weakref.ref[Any]]] = {}
+        self._live: dict[int, tuple[MemoryBlock, weakref.ref[Any]]] = {}
         self._hosted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stack: list[str] = []
         self._names = {m: n for n, m in self.model.named_modules()} if self.model is not None else {}
@@ -146,7 +146,7 @@ class Tracker(TorchDispatchMode):
             if found is not None:
                 self._label(tensor, "communication")
         if not there and (inner := workspace_of(func, args)):
-            block = Block(0, phase, module, name, self.time, "temporary")
+            block = MemoryBlock(0, phase, module, name, self.time, "temporary")
             self.blocks.append(block)
             self._fill(block, inner)
             self._free(block)
@@ -184,7 +184,7 @@ class Tracker(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage, phase: str, module: str, name: str, category: str = "") -> None:
         key = storage._cdata
-        block = Block(0, phase, module, name, self.time, category)
+        block = MemoryBlock(0, phase, module, name, self.time, category)
 
         def gone(_: Any) -> None:
             if (known := self._live.get(key)) is not None and known[0] is block:
@@ -209,14 +209,14 @@ class Tracker(TorchDispatchMode):
         self._free(block)
         self._add(storage, *self.place(), block.operator, block.category)
 
-    def _fill(self, block: Block, size: int) -> None:
+    def _fill(self, block: MemoryBlock, size: int) -> None:
         self.time += 1
         block.size = size
         self.now += size
         if self.now > self.peak:
             self.peak, self.peak_time = self.now, self.time
 
-    def _free(self, block: Block) -> None:
+    def _free(self, block: MemoryBlock) -> None:
         if block.died is None:
             self.time += 1
             block.died = self.time
@@ -244,7 +244,7 @@ class Tracker(TorchDispatchMode):
         elif flops and ("attn" in name or "attention" in name):
             named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             shape = (named["query"].shape[-2], named["key"].shape[-2], named["query"].shape[-1])
-        done = Work(phase, name, flops, size, str(kind).removeprefix("torch."), shape)
+        done = OperatorWork(phase, name, flops, size, str(kind).removeprefix("torch."), shape)
         self.work[done] += 1
         if self.passes and phase != "update":
             self.passes[-1][done] += 1

@@ -15,19 +15,19 @@ from rich.table import Table
 
 from shardwise.core.errors import UserError
 from shardwise.foresight.verify.claims import Claim
-from shardwise.foresight.verify.compare import Difference, as_json
+from shardwise.foresight.verify.compare import ParityDifference, as_json
 
 PASS, FAIL = "pass", "FAIL"
 OPEN, UNTRIED = "not shown", "not tried"  # there is nothing to show; what it rests on failed
 
 
 @dataclass(frozen=True)
-class Row:
+class ClaimRow:
     """What became of a claim."""
 
     claim: Claim
     verdict: str
-    difference: Difference | None = None
+    difference: ParityDifference | None = None
     why: str = ""
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Certificate:
     precision: str
     device: str
     notes: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ClaimRow] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -62,7 +62,7 @@ class Certificate:
         return PASS in verdicts and FAIL not in verdicts
 
     @property
-    def failure(self) -> Row | None:
+    def failure(self) -> ClaimRow | None:
         """The first claim that failed: those after it were shown to hold, or rest on it."""
         return next((row for row in self.rows if row.verdict == FAIL), None)
 
@@ -136,7 +136,7 @@ def print_certificate(certificate: Certificate, console: Console) -> None:
             _line(console, f"{row.claim.name}: {note}")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ClaimRow) -> list[str]:
     found, claim = row.difference, row.claim
     first = [f"[bold]{escape(claim.name)}[/bold]", f"[dim]{escape(claim.what)}[/dim]"]
     numbers: list[float | None] = []

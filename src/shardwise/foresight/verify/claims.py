@@ -33,7 +33,7 @@ class Claim:
 
 
 @dataclass
-class Plan:
+class ClaimPlan:
     """All claims of a run, and the batch that they share."""
 
     claims: list[Claim]
@@ -44,7 +44,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class World:
+class ClaimWorld:
     """The least number of ranks along each axis that still shows what the run's own would."""
 
     axes: dict[str, int]  # tensor, context, pipeline, expert where longer than one
@@ -59,7 +59,7 @@ class World:
         return inner * self.data
 
 
-def small_world(run: Run) -> World:
+def small_world(run: Run) -> ClaimWorld:
     """Two along each axis that is longer than one (three where it is 3 or 9: heads that it divides may be odd).
 
     `ranks: auto` may be any number, so data get two as well.
@@ -75,7 +75,7 @@ def small_world(run: Run) -> World:
         data = 4 * replicas
     while (axes.get("tensor", 1) * axes.get("context", 1) * data) % axes.get("expert", 1):
         data += 1
-    return World(axes, data, replicas)
+    return ClaimWorld(axes, data, replicas)
 
 
 def _least(size: int) -> int:
@@ -83,7 +83,7 @@ def _least(size: int) -> int:
     return next(d for d in range(2, size + 1) if size % d == 0)
 
 
-def plan_claims(run: Run, packing: bool, precision: str) -> Plan:
+def plan_claims(run: Run, packing: bool, precision: str) -> ClaimPlan:
     """The claims of a run whose objective is known."""
     world, train = small_world(run), run.train
     micro_wanted = train.micro_batch_size if train.micro_batch_size != "auto" else 2
@@ -92,7 +92,7 @@ def plan_claims(run: Run, packing: bool, precision: str) -> Plan:
     rows = micro * world.data * (2 if accumulates else 1)
     # Two ranks have a share each, and so have the experts'; a row of its own would show nothing of rows.
     rows = math.lcm(rows, 2 * micro, micro * world.axes.get("expert", 1))
-    plan = Plan([], rows, micro, world.ranks)
+    plan = ClaimPlan([], rows, micro, world.ranks)
     half = HALF if precision != "fp32" else EXACT
     claims = plan.claims
     one = {"ranks": 1, "parallel.zero": 0, "train.micro_batch_size": rows}
@@ -147,7 +147,7 @@ def _stage(run: Run) -> str:
     return f"ZeRO-{run.parallel.zero}" if run.parallel.zero else "data parallel"
 
 
-def _add_sharding(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds, base: str) -> None:
+def _add_sharding(run: Run, claims: list[Claim], world: ClaimWorld, cut: int, half: Bounds, base: str) -> None:
     """ZeRO on two ranks, then what the run adds to it, each by itself."""
     parallel, name = run.parallel, f"{_stage(run)} on 2 ranks"
     plain: dict[str, Any] = {"ranks": 2, "parallel.zero": parallel.zero, "train.micro_batch_size": cut}
@@ -221,7 +221,7 @@ def _axis_settings(parallel: Parallel, axes: dict[str, int]) -> dict[str, Any]:
     return found
 
 
-def _add_axes(run: Run, claims: list[Claim], world: World, micro: int, half: Bounds, base: str) -> None:
+def _add_axes(run: Run, claims: list[Claim], world: ClaimWorld, micro: int, half: Bounds, base: str) -> None:
     """Each axis alone."""
     what = {
         "tensor": "each weight divided over {} ranks", "context": "each sequence divided over {} ranks",
@@ -236,7 +236,7 @@ def _add_axes(run: Run, claims: list[Claim], world: World, micro: int, half: Bou
         claims.append(Claim(f"{name} {size}{kind}", told, settings, size, bounds=half, rests_on=(base,)))
 
 
-def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds) -> None:
+def _add_all(run: Run, claims: list[Claim], world: ClaimWorld, cut: int, half: Bounds) -> None:
     """The run as it is, small, where that is more than one of the claims above."""
     parallel, offload = run.parallel, run.offload
     settings: dict[str, Any] = {
@@ -279,7 +279,7 @@ def _add_all(run: Run, claims: list[Claim], world: World, cut: int, half: Bounds
     ))  # fmt: skip
 
 
-def _tell_world(run: Run, world: World, plan: Plan) -> None:
+def _tell_world(run: Run, world: ClaimWorld, plan: ClaimPlan) -> None:
     asked = {name: getattr(run.parallel, name) for name in world.axes}
     lowered = [f"{name} {size} → {world.axes[name]}" for name, size in asked.items() if size > world.axes[name]]
     if run.ranks != "auto" and int(run.ranks) > plan.ranks:

@@ -20,11 +20,11 @@ from shardwise.config.resolve import Resolution, resolve_machine, resolve_object
 from shardwise.config.schema import Run
 from shardwise.core.cpu_probe import free_memory
 from shardwise.core.errors import UserError
-from shardwise.foresight.verify.certificate import Certificate, Row
-from shardwise.foresight.verify.claims import Plan, plan_claims
+from shardwise.foresight.verify.certificate import Certificate, ClaimRow
+from shardwise.foresight.verify.claims import ClaimPlan, plan_claims
 from shardwise.foresight.verify.prove import Prover, Say, as_run
 from shardwise.foresight.verify.ranks import ranks, stopped_by_sigterm, unlaunched
-from shardwise.foresight.verify.sized import LAYERS, Room, Sized, drops_out, make_model
+from shardwise.foresight.verify.sized import LAYERS, Room, ShrunkModel, drops_out, make_model
 from shardwise.nn.models.adapt import adapt_model, settle_attention
 from shardwise.nn.models.source import ModelSource, find_model
 
@@ -35,7 +35,7 @@ TIMEOUT = 300.0  # seconds that ranks wait for each other
 
 
 @dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """What the command line asks for besides the run."""
 
     full: bool = False
@@ -47,12 +47,12 @@ class Options:
 def verify(
     run_file: str | Path | dict[str, Any],
     overrides: list[str] | tuple[str, ...] = (),
-    options: Options | None = None,
+    options: VerifyOptions | None = None,
     say: Say = lambda _: None,
-    shown: Callable[[Row], None] = lambda _: None,
+    shown: Callable[[ClaimRow], None] = lambda _: None,
 ) -> Certificate:
     """Tries every claim of a run; raises UserError where the run itself is a mistake."""
-    options = options or Options()
+    options = options or VerifyOptions()
     _check(options)
     loaded = load_run(run_file, overrides)
     name = "the given run" if isinstance(run_file, dict) else Path(run_file).name
@@ -66,14 +66,16 @@ def verify(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(options: Options) -> None:
+def _check(options: VerifyOptions) -> None:
     if options.full and options.layers is not None:
         raise UserError("--layers", options.layers, "the whole model has all of its layers", "leave --full out")
     if options.keep is not None and options.keep.exists() and not options.keep.is_dir():
         raise UserError("--keep", str(options.keep), "is not a folder", "give the name of a folder, e.g. logs")
 
 
-def _verify(run: Run, name: str, options: Options, folder: Path, say: Say, shown: Callable[[Row], None]) -> Certificate:
+def _verify(
+    run: Run, name: str, options: VerifyOptions, folder: Path, say: Say, shown: Callable[[ClaimRow], None]
+) -> Certificate:
     total = _check_run(run)
     say("finding the model")
     result = Resolution(run)
@@ -153,8 +155,8 @@ def _memory(device: str) -> int:
 
 
 def _base(
-    run: Run, sized: Sized, source: ModelSource, plan: Plan, precision: str, device: str, length: int, folder: Path,
-    notes: list[str],
+    run: Run, sized: ShrunkModel, source: ModelSource, plan: ClaimPlan, precision: str, device: str, length: int,
+    folder: Path, notes: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The plain settings that every claim changes: the user's run on one rank, without anything that needs proof."""
     values = run.model_dump(mode="json")

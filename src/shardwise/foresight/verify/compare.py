@@ -65,7 +65,7 @@ def wider(a: Bounds, b: Bounds) -> Bounds:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParityDifference:
     """How far a claim is from the reference; the names are those of parameters."""
 
     loss: float
@@ -167,12 +167,12 @@ def relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / max(abs(theirs), 1e-12)
 
 
-def together(found: Iterable[dict[str, Any]], names: list[str]) -> Difference:
+def together(found: Iterable[dict[str, Any]], names: list[str]) -> ParityDifference:
     """The worst of what the ranks saw; a parameter that no rank compared is missing."""
     told = list(found)
     seen = {name for one in told for name in one["names"]}
     worst = max(told, key=lambda one: one["difference"]["gradient"] or 0.0)
-    result = Difference(**{**worst["difference"], "rank": told.index(worst)})
+    result = ParityDifference(**{**worst["difference"], "rank": told.index(worst)})
     order = {name: place for place, name in enumerate(names)}
     firsts = [one["difference"]["first"] for one in told if one["difference"]["first"]]
     moved = max(told, key=lambda one: one["difference"]["update"] or 0.0)["difference"]
@@ -188,6 +188,6 @@ def together(found: Iterable[dict[str, Any]], names: list[str]) -> Difference:
     )
 
 
-def as_json(difference: Difference) -> dict[str, Any]:
+def as_json(difference: ParityDifference) -> dict[str, Any]:
     """For a file; what is not finite is told in words, for JSON has none of it."""
     return {k: v if v == v and v not in (float("inf"),) else "not finite" for k, v in asdict(difference).items()}

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.config.load import LoadedRun
 from shardwise.config.schema import Run
 from shardwise.distributed.mesh import init_world
-from shardwise.foresight.prepare import prepare_job
+from shardwise.foresight.prepare import prepare_run
 from shardwise.foresight.verify.compare import (
     Bounds,
-    Difference,
+    ParityDifference,
     Reference,
     gradient_apart,
     relative,
@@ -32,7 +32,7 @@ from shardwise.parallel.offload.checkpoint_entries import masters
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.train import loop
-from shardwise.train.setup import Parts, build_parts
+from shardwise.train.setup import TrainState, build_parts
 from shardwise.train.status import Status
 
 STEPS = 2
@@ -40,7 +40,7 @@ STEPS = 2
 
 def measure(work: dict[str, Any]) -> dict[str, Any]:
     """What this rank's answer is off by; without a reference to compare with, its answer becomes one."""
-    job = prepare_job(LoadedRun(Run.model_validate(work["run"])))
+    job = prepare_run(LoadedRun(Run.model_validate(work["run"])))
     world = init_world(job.run)
     notes: list[str] = []
     with DiskFolder(job.offload_folder, world.rank, world.size) as disk:
@@ -52,7 +52,7 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     return {"difference": asdict(difference), "names": names, "notes": notes}
 
 
-def _compare(parts: Parts, reference: Reference, bounds: Bounds) -> tuple[Difference, list[str]]:
+def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[ParityDifference, list[str]]:
     told, wanted = reference.told, set(reference.names)
     loss, norm, after = 0.0, 0.0, None
     worst, gradient, first, moved, update = "", -1.0, "", "", -1.0
@@ -88,13 +88,13 @@ def _compare(parts: Parts, reference: Reference, bounds: Bounds) -> tuple[Differ
                             moved, update = name, apart
     names = names or list(parts.sharded.parameters)
     looked = gradient >= 0
-    return Difference(
+    return ParityDifference(
         _finite(loss), _finite(norm), gradient if looked else None, worst, update if update >= 0 else None, moved,
         after if after is None else _finite(after), first,
     ), names  # fmt: skip
 
 
-def _biases_apart(parts: Parts, reference: Reference) -> Iterator[tuple[str, float]]:
+def _biases_apart(parts: TrainState, reference: Reference) -> Iterator[tuple[str, float]]:
     """How far each bias of the layers that this rank has is off, as a share of what a step moves it by."""
     own, rate = dict(parts.sharded.model.named_buffers()), parts.job.run.router.bias_update
     for name in reference.told.get("biases", ()):
@@ -107,7 +107,7 @@ def _finite(value: float) -> float:
     return value if value == value else float("inf")
 
 
-def _own_answer(parts: Parts, file: Path) -> dict[str, Any]:
+def _own_answer(parts: TrainState, file: Path) -> dict[str, Any]:
     """Where there is no plain counterpart: one rank of ours, undivided, as the others' reference."""
     assert parts.world.size == 1
     told: dict[str, Any] = {"loss": _forward_and_backward(parts, 0)}
@@ -123,7 +123,7 @@ def _own_answer(parts: Parts, file: Path) -> dict[str, Any]:
     return told
 
 
-def _forward_and_backward(parts: Parts, step: int) -> float:
+def _forward_and_backward(parts: TrainState, step: int) -> float:
     """The same batch in every step, as the loop takes it; returns the loss per unit over all ranks."""
     run, world = parts.job.run, parts.world
     total = run.train.steps
@@ -141,7 +141,7 @@ def _forward_and_backward(parts: Parts, step: int) -> float:
     return float(loss) / max(1, batch.supervised)
 
 
-def gradients_of(parts: Parts) -> Iterator[tuple[str, torch.Tensor | None]]:
+def gradients_of(parts: TrainState) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Whole gradients one after the other, the loss scale taken off; none where they are used up as they come."""
     optimizer = parts.optimizer
     offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
@@ -154,7 +154,7 @@ def gradients_of(parts: Parts) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield name, None if whole is None else whole / scale
 
 
-def parameters_of(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+def parameters_of(parts: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole trained parameters one after the other, wherever they live."""
     optimizer = parts.optimizer
     away = {}

@@ -17,16 +17,16 @@ from shardwise.config.methods import Full, Lora, Qlora
 from shardwise.config.paths import place
 from shardwise.config.resolve import purpose_of
 from shardwise.config.schema import Run
-from shardwise.core.errors import RunFailed, UserError
-from shardwise.foresight.prepare import prepare_job
-from shardwise.foresight.verify.certificate import FAIL, OPEN, PASS, UNTRIED, Row
-from shardwise.foresight.verify.claims import BATCH, MODEL, PACKING, ROWS, Claim, Plan
+from shardwise.core.errors import RunFailed, UserError, WordedUserError
+from shardwise.foresight.prepare import prepare_run
+from shardwise.foresight.verify.certificate import FAIL, OPEN, PASS, UNTRIED, ClaimRow
+from shardwise.foresight.verify.claims import BATCH, MODEL, PACKING, ROWS, Claim, ClaimPlan
 from shardwise.foresight.verify.compare import HALF, TIMES, Reference, rounding, together, wider
 from shardwise.foresight.verify.ranks import Ranks, first_failure, unlaunched
-from shardwise.foresight.verify.sized import Sized, write_adapter
+from shardwise.foresight.verify.sized import ShrunkModel, write_adapter
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.models.tasks import CLASSES
-from shardwise.resolved_run import Job
+from shardwise.resolved_run import ResolvedRun
 
 PLAIN_TASKS = ("causal", "seq2seq", "masked", "classify")
 
@@ -50,7 +50,7 @@ class Prover:
     """Prepares the documents, asks the reference, and tries claims."""
 
     def __init__(
-        self, base: dict[str, Any], source: ModelSource, plan: Plan, sized: Sized, folder: Path, say: Say
+        self, base: dict[str, Any], source: ModelSource, plan: ClaimPlan, sized: ShrunkModel, folder: Path, say: Say
     ) -> None:
         self.base, self.source, self.plan, self.sized, self.folder, self.say = base, source, plan, sized, folder, say
         self.notes: list[str] = []
@@ -59,7 +59,7 @@ class Prover:
         self.scales: dict[str, float] = {}
         self.together = 0  # documents that share a row
         self.batch_told, self.reference_told = "", ""
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ResolvedRun] = {}
 
     def prepare(self) -> None:
         """The documents of the proof's batch, as plain lists of ids, and an adapter that has values everywhere."""
@@ -95,12 +95,12 @@ class Prover:
                 f"losses and gradients are compared; {run.train.optimizer}'s update has no plain counterpart"
             )
 
-    def _job(self, settings: dict[str, Any]) -> Job:
+    def _job(self, settings: dict[str, Any]) -> ResolvedRun:
         values = changed(self.base, settings) | {"output": str(self.folder / "prepare")}
         with unlaunched():
-            return prepare_job(LoadedRun(Run.model_validate(values)))
+            return prepare_run(LoadedRun(Run.model_validate(values)))
 
-    def _begin_adapter(self, job: Job) -> None:
+    def _begin_adapter(self, job: ResolvedRun) -> None:
         """Gives a plain LoRA run an adapter to start from, which the reference reads too."""
         method, plan = job.run.method, job.adapted.plan
         if not isinstance(method, Lora) or isinstance(method, Qlora) or plan is None or plan.dora or plan.whole:
@@ -138,7 +138,7 @@ class Prover:
         found = ranks.ask(work | {"folder": str(self.folder / "claims" / log), "ranks": 1})
         if "failed" in found[0]:
             if found[0]["kind"] == "user":
-                raise _AlreadyWorded(found[0]["failed"])
+                raise WordedUserError(found[0]["failed"])
             raise RunFailed(f"the reference failed: {found[0]['failed']}\n  → --keep FOLDER keeps its log")
 
     def _allow_rounding(self, work: dict[str, Any], name: str, ranks: Ranks) -> list[str]:
@@ -160,7 +160,7 @@ class Prover:
             f"{room.gradient / TIMES:.1e}: bounds are {TIMES:.0f} times that; without --precision they are narrow"
         ]
 
-    def _plain_work(self, name: str, job: Job) -> dict[str, Any]:
+    def _plain_work(self, name: str, job: ResolvedRun) -> dict[str, Any]:
         run, source = job.run, job.source
         train = run.train
         return {
@@ -183,19 +183,21 @@ class Prover:
             values["backend"] = "gloo"  # ranks that share a card
         return {"kind": "claim", "run": values}
 
-    def show(self, claim: Claim, ranks: Ranks, rows: list[Row]) -> Row:
+    def show(self, claim: Claim, ranks: Ranks, rows: list[ClaimRow]) -> ClaimRow:
         """Tries a claim, unless there is nothing to try."""
         failed = {row.claim.name for row in rows if row.verdict in (FAIL, UNTRIED)}
         if broken := next((name for name in claim.rests_on if name in failed), None):
-            return Row(claim, UNTRIED, why=f"it rests on: {broken}")
+            return ClaimRow(claim, UNTRIED, why=f"it rests on: {broken}")
         if not self.plain and claim.name in (MODEL, PACKING):
-            return Row(claim, OPEN, why="the reference does this itself")
+            return ClaimRow(claim, OPEN, why="the reference does this itself")
         if claim.name == PACKING and not self.together:
-            return Row(claim, OPEN, why="no row of the batch holds two documents: a longer data.sequence_length would")
+            return ClaimRow(
+                claim, OPEN, why="no row of the batch holds two documents: a longer data.sequence_length would"
+            )
         try:  # a tiny model has other numbers of heads and experts than the one that the run's axes fit
             check_model_axes(as_run(self.base, claim), self.sized.config)
         except UserError as error:
-            return Row(claim, OPEN, why=f"of {self.sized.told}: {error.field} {error.problem}")
+            return ClaimRow(claim, OPEN, why=f"of {self.sized.told}: {error.field} {error.problem}")
         self.say(f"{claim.name}: {claim.what}")
         folder = self.folder / "claims" / _file_name(claim.name)
         work = self._work(_file_name(claim.name), claim.settings)
@@ -210,28 +212,21 @@ class Prover:
         if (failure := first_failure(found)) is not None:
             rank, told = failure
             said = told["failed"] if told["kind"] == "user" else f"rank {rank} failed: {told['failed']}"
-            return Row(claim, FAIL, why=said, seconds=seconds)
+            return ClaimRow(claim, FAIL, why=said, seconds=seconds)
         names = json.loads(self._answer(claim.batch).with_suffix(".json").read_text())["names"]
         difference = together(found, names)
         trouble = difference.trouble(claim.bounds)
         notes = found[0]["notes"]
         if difference.gradient is None:
             notes.append("gradients are used up as they come: their norm and the update are compared")
-        return Row(claim, FAIL if trouble else PASS, difference, trouble, seconds, tuple(notes))
-
-
-class _AlreadyWorded(UserError):
-    """A user's mistake that a rank found: its message is complete."""
-
-    def __init__(self, text: str) -> None:
-        Exception.__init__(self, text)
+        return ClaimRow(claim, FAIL if trouble else PASS, difference, trouble, seconds, tuple(notes))
 
 
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name)
 
 
-def _routers(base: dict[str, Any], job: Job) -> dict[str, Any]:
+def _routers(base: dict[str, Any], job: ResolvedRun) -> dict[str, Any]:
     """What the reference is to know of routers: the run's own settings, and the names of biases and their experts."""
     from shardwise.nn.adapters.apply import apply_method
     from shardwise.nn.models.build import build_on_meta
@@ -252,7 +247,7 @@ def _routers(base: dict[str, Any], job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _trained(job: Job) -> list[str]:
+def _trained(job: ResolvedRun) -> list[str]:
     from shardwise.nn.adapters.apply import apply_method
     from shardwise.nn.models.build import build_on_meta
 
@@ -261,7 +256,7 @@ def _trained(job: Job) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _documents(job: Job, rows: int) -> list[dict[str, torch.Tensor]]:
+def _documents(job: ResolvedRun, rows: int) -> list[dict[str, torch.Tensor]]:
     """The documents of the first batch one by one, read from the store; which are in it is the loader's to say."""
     loader, purpose = job.loader(), purpose_of(job.run)
     found: list[dict[str, torch.Tensor]] = []

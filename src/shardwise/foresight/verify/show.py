@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.core.errors import Interrupted
-from shardwise.foresight.verify.certificate import Row, print_certificate, write_certificate
-from shardwise.foresight.verify.command import Options, verify
+from shardwise.foresight.verify.certificate import ClaimRow, print_certificate, write_certificate
+from shardwise.foresight.verify.command import VerifyOptions, verify
 from shardwise.observe.progress import _mode
 
 
@@ -29,7 +29,7 @@ def show(
     try:
         with _Trying() as trying:
             certificate = verify(
-                run_file, overrides, Options(full, layers, precision, keep), trying.say, trying.shown
+                run_file, overrides, VerifyOptions(full, layers, precision, keep), trying.say, trying.shown
             )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("stopped: nothing was certified", 130) from None
@@ -75,7 +75,7 @@ class _Trying:
         elif self._mode == "plain":
             print(f"  {text}", file=sys.stderr, flush=True)
 
-    def shown(self, row: Row) -> None:
+    def shown(self, row: ClaimRow) -> None:
         """What became of a claim."""
         if self._mode != "off":
             self._console.print(

@@ -31,7 +31,7 @@ WORK = {"cpu": 2e13, "cuda": 5e16}  # floating-point operations of all claims to
 
 
 @dataclass(frozen=True)
-class Sized:
+class ShrunkModel:
     """A model for a proof: its folder, what to say of it, its parameters, and its config."""
 
     folder: Path
@@ -56,7 +56,9 @@ class Room:
         )  # fmt: skip
 
 
-def make_model(source: ModelSource, folder: Path, room: Room, layers: int | None, full: bool, stages: int) -> Sized:
+def make_model(
+    source: ModelSource, folder: Path, room: Room, layers: int | None, full: bool, stages: int
+) -> ShrunkModel:
     """Writes the folder; `stages` of a pipeline need at least as many layers."""
     if full:
         return _whole(source, folder, room)
@@ -67,21 +69,21 @@ def make_model(source: ModelSource, folder: Path, room: Room, layers: int | None
         loaded = source.weights is not None
         _write(real, folder, loaded)
         whose = "its own weights" if loaded else "fresh weights"
-        return Sized(folder, f"{source.label} with {depth} layers, real widths, {whose}", count, real.config)
+        return ShrunkModel(folder, f"{source.label} with {depth} layers, real widths, {whose}", count, real.config)
     tiny = replace(source, config=tiny_config(source.config, depth))
     _write(tiny, folder, loaded=False)
     told = f"a tiny {source.config.model_type} with {depth} layers (real widths take too long here)"
-    return Sized(folder, told, _count(tiny), tiny.config)
+    return ShrunkModel(folder, told, _count(tiny), tiny.config)
 
 
-def _whole(source: ModelSource, folder: Path, room: Room) -> Sized:
+def _whole(source: ModelSource, folder: Path, room: Room) -> ShrunkModel:
     count = _count(source)
     if BYTES * count * room.ranks > room.memory:
         problem = f"{count / 1e6:.0f}M parameters on {room.ranks} ranks take about {_gib(BYTES * count * room.ranks)}"
         raise UserError("--full", None, f"{problem}, {_gib(room.memory)} are free", "leave --full out")
     if source.weights is None:
         _write(replace(source, config=still(source.config)), folder, loaded=False)
-        return Sized(folder, f"{source.label}, whole, fresh weights", count, source.config)
+        return ShrunkModel(folder, f"{source.label}, whole, fresh weights", count, source.config)
     folder.mkdir(parents=True)
     for file in source.weights.iterdir():
         if file.name != "config.json":
@@ -89,7 +91,7 @@ def _whole(source: ModelSource, folder: Path, room: Room) -> Sized:
     config = still(source.config)
     config.architectures = source.config.architectures
     (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
-    return Sized(folder, f"{source.label}, whole", count, source.config)
+    return ShrunkModel(folder, f"{source.label}, whole", count, source.config)
 
 
 def _gib(size: float) -> str:

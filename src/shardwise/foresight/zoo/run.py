@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.objectives import Task
-from shardwise.nn.tiny.case import Answer, Case, Verdict, case_of, judge
+from shardwise.nn.tiny.case import Deviation, LossAndGradients, TinyCase, case_of, judge
 from shardwise.nn.tiny.shrink import shrink
 from shardwise.parallel.tiny_reference import alone
 from shardwise.train.trial.ranks import _line, outcome_of, run_ranks
@@ -28,7 +28,7 @@ from shardwise.train.trial.ranks import _line, outcome_of, run_ranks
 RANKS = 2
 LIMIT = 120.0  # seconds of one trial
 
-Trial = Callable[[Case, DeviceMesh], Answer]
+Trial = Callable[[TinyCase, DeviceMesh], LossAndGradients]
 # Where each axis computes a case on a mesh of one dimension; imported when asked for.
 AXES = {
     "tensor": "shardwise.train.trial.tensor:try_tensor",
@@ -39,7 +39,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Result:
+class ZooResult:
     """Of one architecture along one axis: `pass`, `wrong`, `refused`, or `unbuilt` where no tiny model runs here."""
 
     model_type: str
@@ -64,21 +64,21 @@ def architectures(task: Task) -> list[str]:
     return sorted(listed[task])
 
 
-def tiny_case(model_type: str, task: Task) -> Case:
+def tiny_case(model_type: str, task: Task) -> TinyCase:
     """A case of an architecture as its authors configure it, but small."""
     from transformers import CONFIG_MAPPING
 
     return case_of(shrink(CONFIG_MAPPING[model_type]()), task)
 
 
-def trials(axis: str, task: Task, names: Sequence[str] = (), limit: float = LIMIT) -> Iterator[Result]:
+def trials(axis: str, task: Task, names: Sequence[str] = (), limit: float = LIMIT) -> Iterator[ZooResult]:
     """The results of an axis, one architecture after the other."""
     _ready(axis)
     for model_type in names or architectures(task):
         yield one_trial(model_type, task, axis, limit)
 
 
-def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> Result:
+def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> ZooResult:
     """Forks the ranks of a trial, waits for them, and reads what they found."""
     began = time.monotonic()
     found = run_ranks(lambda rank, folder: _on_rank(rank, model_type, task, axis, folder), RANKS, limit)
@@ -90,7 +90,7 @@ def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> R
     told = min(bad, key=lambda one: "process group" in one["why"] or "gloo" in one["why"], default=None)
     if told is None:
         told = known[0] if len(known) == RANKS else silent
-    return Result(model_type, task, axis, seconds=seconds, **told)
+    return ZooResult(model_type, task, axis, seconds=seconds, **told)
 
 
 def _ready(axis: str) -> Trial:
@@ -107,7 +107,7 @@ def _on_rank(rank: int, model_type: str, task: Task, axis: str, folder: Path) ->
     except BaseException as error:
         return {"outcome": "unbuilt", "why": _line(error)}
 
-    def divided() -> Verdict:
+    def divided() -> Deviation:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS,
             timeout=datetime.timedelta(seconds=40),
@@ -117,6 +117,6 @@ def _on_rank(rank: int, model_type: str, task: Task, axis: str, folder: Path) ->
     return outcome_of(divided)
 
 
-def as_json(results: Sequence[Result]) -> str:
+def as_json(results: Sequence[ZooResult]) -> str:
     """For programs."""
     return json.dumps([asdict(one) for one in results], indent=1)

@@ -13,14 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwise.config.objectives import Task
 from shardwise.core.errors import UserError
-from shardwise.foresight.zoo.run import AXES, Result, architectures, as_json, trials
+from shardwise.foresight.zoo.run import AXES, ZooResult, architectures, as_json, trials
 
 TASKS: tuple[Task, ...] = ("causal", "masked", "seq2seq")
 SIGNS = {"pass": "✓", "wrong": "WRONG", "refused": "–", "unbuilt": ""}
 MEANT = {"expert": ("causal",), "context": ("causal", "masked")}  # tasks that an axis is tried on, where not all
 
 
-def run_zoo(names: Sequence[str], axes: Sequence[str], tasks: Sequence[str], kept: Path | None) -> list[Result]:
+def run_zoo(names: Sequence[str], axes: Sequence[str], tasks: Sequence[str], kept: Path | None) -> list[ZooResult]:
     """Results of every combination asked for; those in the file `kept` are not tried again, new ones are added."""
     _check(names, axes, tasks)
     warnings.filterwarnings("ignore")
@@ -53,14 +53,14 @@ def _check(names: Sequence[str], axes: Sequence[str], tasks: Sequence[str]) -> N
                 raise UserError(what, one, "is not known", f"use one of {near}{' …' if len(allowed) > 8 else ''}")
 
 
-def _read(kept: Path | None) -> dict[tuple[str, str, str], Result]:
+def _read(kept: Path | None) -> dict[tuple[str, str, str], ZooResult]:
     if kept is None or not kept.is_file():
         return {}
-    results = [Result(**one) for one in json.loads(kept.read_text())]
+    results = [ZooResult(**one) for one in json.loads(kept.read_text())]
     return {(one.axis, one.task, one.model_type): one for one in results}
 
 
-def summary(results: Sequence[Result]) -> list[str]:
+def summary(results: Sequence[ZooResult]) -> list[str]:
     """For each task and axis, how many of the architectures that build are right."""
     lines = []
     for task, axis in dict.fromkeys((one.task, one.axis) for one in results):
@@ -77,7 +77,7 @@ def summary(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def as_markdown(results: Sequence[Result], command: str) -> str:
+def as_markdown(results: Sequence[ZooResult], command: str) -> str:
     """The page in the docs."""
     import torch
     import transformers
@@ -109,7 +109,7 @@ def as_markdown(results: Sequence[Result], command: str) -> str:
     return "\n".join(text) + "\n"
 
 
-def _row(name: str, axes: Sequence[str], row: dict[str, Result]) -> str:
+def _row(name: str, axes: Sequence[str], row: dict[str, ZooResult]) -> str:
     unbuilt = next((one for one in row.values() if one.outcome == "unbuilt"), None)
     if unbuilt is not None:
         return f"| {name} |{' |' * len(axes)} no tiny model runs here: {_cell(unbuilt.why)} |"

@@ -19,7 +19,7 @@ from shardwise.config.resolve import task_wanted
 from shardwise.core.dtypes import COMPUTE
 from shardwise.core.errors import UserError
 from shardwise.nn.adapters.layers import features, is_added
-from shardwise.nn.adapters.plan import Plan, attach, plan_method
+from shardwise.nn.adapters.plan import AdapterPlan, attach, plan_method
 from shardwise.nn.adapters.quantized import quantize_linears
 from shardwise.nn.adapters.targets import find_parameters, inside, uncovered
 from shardwise.nn.models.build import store_in
@@ -37,7 +37,7 @@ class Adapted:
     trainable: int
     frozen: int  # parameters of the base that are not trained
     frozen_bytes: int  # what those take as they are stored
-    plan: Plan | None  # None where no adapter is put on
+    plan: AdapterPlan | None  # None where no adapter is put on
     left_out: tuple[str, ...]  # matrices that adapters do not cover
     kept: frozenset[str] | None  # tensors that a checkpoint must hold; None = all
 
@@ -54,7 +54,7 @@ def apply_method(model: Any, run: Run, weights: Path | None = None) -> Adapted:
     """
     method = run.method
     parameters = _count(model)
-    plan: Plan | None = None
+    plan: AdapterPlan | None = None
     left_out: tuple[str, ...] = ()
     if not isinstance(method, Full):
         plan = plan_method(model, method, _new(model, run, weights))

@@ -13,14 +13,14 @@ from torch import nn
 from shardwise.core.errors import UserError
 from shardwise.nn.adapters.layers import adapter_layers, detach, is_added
 from shardwise.nn.adapters.peft import read_tensors
-from shardwise.nn.adapters.plan import Plan, attach, plan_folder
+from shardwise.nn.adapters.plan import AdapterPlan, attach, plan_folder
 
 
 @dataclass
 class Library:
     """The adapters that a model can wear."""
 
-    adapters: dict[str, tuple[Plan, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    adapters: dict[str, tuple[AdapterPlan, dict[str, torch.Tensor]]] = field(default_factory=dict)
     worn: str | None = None
     replaced: dict[str, nn.Parameter] = field(default_factory=dict)  # the base's own, of modules trained whole
 

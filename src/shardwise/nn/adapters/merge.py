@@ -11,7 +11,7 @@ import torch
 from shardwise.config.resolve import Resolution, task_wanted
 from shardwise.config.schema import Run
 from shardwise.nn.adapters.layers import is_transposed, row_norms
-from shardwise.nn.adapters.plan import Plan
+from shardwise.nn.adapters.plan import AdapterPlan
 from shardwise.nn.models.build import build_on_meta
 from shardwise.nn.models.source import ModelSource, find_model
 from shardwise.nn.models.stored import tensor_files
@@ -34,7 +34,7 @@ def find_base(run: Run) -> tuple[ModelSource, Any]:
 class Merger:
     """The tensors of base and adapter as one; `get` gives those named in `trained`, as the checkpoint names them."""
 
-    def __init__(self, model: Any, folder: Path, plan: Plan | None, trained: Collection[str], get: Get) -> None:
+    def __init__(self, model: Any, folder: Path, plan: AdapterPlan | None, trained: Collection[str], get: Get) -> None:
         self._model, self._plan, self._trained, self._get = model, plan, trained, get
         self._files = tensor_files(folder)
         names = match_names(model, self._files)

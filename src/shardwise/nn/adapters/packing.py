@@ -11,7 +11,7 @@ from shardwise.nn.kernels.nf4 import RowFormat, dequantize, quantize
 
 
 @dataclass(frozen=True)
-class Packing:
+class WeightPacking:
     """How one parameter is kept: the shape that files have, and the bytes of each row.
 
     Of rows that are cut (tensor parallelism) it is this rank's part: `form.columns` of them, from `start` on.
@@ -35,7 +35,7 @@ class Packing:
         return dequantize(rows.reshape(-1, self.form.row_bytes), self.form, dtype).view(*rows.shape[:-1], -1)
 
 
-def packed_parameter(weight: torch.Tensor, packing: Packing) -> nn.Parameter:
+def packed_parameter(weight: torch.Tensor, packing: WeightPacking) -> nn.Parameter:
     """The frozen parameter for a weight: empty on `meta`, otherwise with the weight's values."""
     if weight.is_meta:
         packed = torch.empty(*weight.shape[:-1], packing.form.row_bytes, dtype=torch.int8, device="meta")

@@ -19,7 +19,7 @@ from shardwise.nn.adapters.targets import shortest
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.nn.adapters.plan import Plan
+    from shardwise.nn.adapters.plan import AdapterPlan
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -145,7 +145,7 @@ def peft_tensors(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any])
     return result
 
 
-def peft_config(model: nn.Module, plan: Plan, base: str, task: Task, revision: str | None) -> dict[str, Any]:
+def peft_config(model: nn.Module, plan: AdapterPlan, base: str, task: Task, revision: str | None) -> dict[str, Any]:
     """adapter_config.json of a plan; targets are named by the shortest endings that mean no other module."""
     everything = [name for name, _ in model.named_modules() if name]
     config: dict[str, Any] = {

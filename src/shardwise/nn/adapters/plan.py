@@ -25,7 +25,7 @@ from shardwise.nn.adapters.targets import (
 
 
 @dataclass(frozen=True)
-class Plan:
+class AdapterPlan:
     """Ranks and alphas of low-rank updates, or which factors scale inputs, by module; and modules trained whole."""
 
     kind: str  # lora or ia3
@@ -48,7 +48,7 @@ class Plan:
         return self.alphas[name] / (math.sqrt(rank) if self.rslora else rank)
 
 
-def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()) -> Plan:
+def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()) -> AdapterPlan:
     """What the settings ask for on this model; `head` names modules that are new and so always trained whole."""
     if method.adapter is not None:
         return _continued(model, method, head)
@@ -56,7 +56,7 @@ def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()
     whole = with_tied(model, [*head, *also])
     if isinstance(method, Ia3):
         chosen = ia3_targets(model, method.targets, method.feedforward)
-        return Plan("ia3", feedforward={n: ff for n, ff in chosen.items() if not inside(n, whole)}, whole=whole)
+        return AdapterPlan("ia3", feedforward={n: ff for n, ff in chosen.items() if not inside(n, whole)}, whole=whole)
     names = [name for name in _lora_targets(model, method) if not inside(name, whole)]
     ranks = {name: _rank(method, name) for name in names}
     for pattern in method.ranks:
@@ -64,7 +64,7 @@ def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()
             problem = "matches none of the modules that are adapted"
             raise UserError("method.ranks", pattern, problem, f"name some of them, e.g. {names[0]}")
     alphas = dict.fromkeys(names, float(method.scaled))
-    return Plan("lora", ranks, alphas, method.rslora, method.dora, float(method.dropout), whole=whole)
+    return AdapterPlan("lora", ranks, alphas, method.rslora, method.dora, float(method.dropout), whole=whole)
 
 
 def _lora_targets(model: nn.Module, method: Lora) -> list[str]:
@@ -81,7 +81,7 @@ def _rank(method: Lora, name: str) -> int:
     return next((rank for pattern, rank in reversed(method.ranks.items()) if matches(name, pattern)), method.rank)
 
 
-def plan_folder(model: nn.Module, folder: Path, field: str = "adapter") -> tuple[Plan, PeftAdapter]:
+def plan_folder(model: nn.Module, folder: Path, field: str = "adapter") -> tuple[AdapterPlan, PeftAdapter]:
     """The adapter of a PEFT folder, checked against the model it is for."""
     found = read_adapter(folder, field)
     modules = dict(model.named_modules())
@@ -97,14 +97,14 @@ def plan_folder(model: nn.Module, folder: Path, field: str = "adapter") -> tuple
     return plan_of(found), found
 
 
-def plan_of(found: PeftAdapter) -> Plan:
+def plan_of(found: PeftAdapter) -> AdapterPlan:
     """What a folder or a checkpoint describes."""
-    return Plan(
+    return AdapterPlan(
         found.kind, found.ranks, found.alphas, found.rslora, found.dora, found.dropout, found.feedforward, found.whole
     )
 
 
-def _continued(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...]) -> Plan:
+def _continued(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...]) -> AdapterPlan:
     """The adapter that is gone on from; settings that were changed from their defaults must agree with it."""
     assert method.adapter is not None
     plan, found = plan_folder(model, Path(method.adapter).expanduser(), "method.adapter")
@@ -118,7 +118,7 @@ def _continued(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...]) -> P
     return replace(plan, dropout=asked.dropout or plan.dropout)
 
 
-def _differences(asked: Plan, plan: Plan, found: PeftAdapter) -> list[tuple[str, Any, Any]]:
+def _differences(asked: AdapterPlan, plan: AdapterPlan, found: PeftAdapter) -> list[tuple[str, Any, Any]]:
     ranks = {n: r for n, r in asked.ranks.items() if n in plan.ranks}
     alphas = {n: a for n, a in asked.alphas.items() if n in plan.alphas}
     return [
@@ -142,7 +142,7 @@ def _agree(adapter: str, key: str, value: Any, mine: Any, theirs: Any) -> None:
         raise UserError(f"method.{key}", value, problem, "leave it out: it comes with the adapter")
 
 
-def attach(model: nn.Module, plan: Plan, shapes: dict[str, tuple[int, int]] | None = None) -> None:
+def attach(model: nn.Module, plan: AdapterPlan, shapes: dict[str, tuple[int, int]] | None = None) -> None:
     """Puts a plan's layers onto a model; `shapes` where weights no longer tell them (a quantised base)."""
     for name in plan.targets:
         module = model.get_submodule(name)

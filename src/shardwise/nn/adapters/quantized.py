@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.nn.adapters.packed_linear import packed_linear
-from shardwise.nn.adapters.packing import Packing, packed_parameter
+from shardwise.nn.adapters.packing import WeightPacking, packed_parameter
 from shardwise.nn.adapters.quantized_experts import is_experts, quantize_experts
 from shardwise.nn.kernels.nf4 import Bits, RowFormat
 
@@ -33,7 +33,7 @@ class Quantized(nn.Module):
     transposed: bool  # whether the stored matrix has inputs for rows
     weight: nn.Parameter
     bias: nn.Parameter | None
-    packings: dict[str, Packing]
+    packings: dict[str, WeightPacking]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As the layer's own, with the weight as it comes back."""
@@ -87,7 +87,7 @@ def _linear_classes() -> dict[type[nn.Module], bool]:
 
 
 def _quantize_linear(module: Any, transposed: bool, bits: Bits, double: bool) -> None:
-    packing = Packing(module.weight.shape, RowFormat(module.weight.shape[1], bits, double))
+    packing = WeightPacking(module.weight.shape, RowFormat(module.weight.shape[1], bits, double))
     module.weight = packed_parameter(module.weight, packing)
     module.packings = {"weight": packing}
     module.__class__ = _quantized_class(cast(Any, type(module)), transposed)

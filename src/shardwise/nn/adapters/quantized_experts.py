@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.nn.adapters.packed_linear import packed_linear
-from shardwise.nn.adapters.packing import Packing, packed_parameter
+from shardwise.nn.adapters.packing import WeightPacking, packed_parameter
 from shardwise.nn.kernels.nf4 import Bits, RowFormat
 
 
@@ -47,7 +47,7 @@ class _Stack:
 class QuantizedExperts(nn.Module):
     """What a quantised stack of experts is besides its own class."""
 
-    packings: dict[str, Packing]
+    packings: dict[str, WeightPacking]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own, with stacks in the place of the parameters."""
@@ -71,7 +71,7 @@ def quantize_experts(module: Any, bits: Bits, double: bool) -> None:
     module.packings = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.ndim == 3:
-            packing = Packing(parameter.shape, RowFormat(parameter.shape[-1], bits, double))
+            packing = WeightPacking(parameter.shape, RowFormat(parameter.shape[-1], bits, double))
             setattr(module, name, packed_parameter(parameter, packing))
             module.packings[name] = packing
     module.config._experts_implementation = "eager"

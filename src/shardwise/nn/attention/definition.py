@@ -27,9 +27,9 @@ from shardwise.nn.attention.document_mask import RowsMask
 from shardwise.nn.attention.varlen import register, set_attention
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.tiny.case import (
-    Answer,
-    Case,
     DoubleSoftmax,
+    LossAndGradients,
+    TinyCase,
     gradients_of,
     judge,
     mean_loss,
@@ -66,7 +66,7 @@ class AttentionPath:
 class _Table:
     """The rows of a case: what the model is given, and the labels."""
 
-    case: Case
+    case: TinyCase
     rows: Rows
 
     @property
@@ -117,14 +117,14 @@ class _Table:
             yield list(zip([0, *ends], ends, strict=False))
 
 
-def by_definition(case: Case, rows: Rows) -> Answer:
+def by_definition(case: TinyCase, rows: Rows) -> LossAndGradients:
     """Loss and gradients by [Note: definition]."""
     table = _Table(case, rows)
     with DoubleSoftmax():
         return summed(case.model(attention="eager"), table.documents(), units_of(table.labels))
 
 
-def by_path(case: Case, rows: Rows, path: AttentionPath) -> Answer:
+def by_path(case: TinyCase, rows: Rows, path: AttentionPath) -> LossAndGradients:
     """Loss and gradients as a run computes them on a path: all rows at once, but for single ones."""
     model, table = case.model(attention=path.implementation), _Table(case, rows)
     if rows == "single":
@@ -140,7 +140,7 @@ def by_path(case: Case, rows: Rows, path: AttentionPath) -> Answer:
     labels = table.labels
     loss = mean_loss(model(**inputs, use_cache=False).logits, labels, units_of(labels))
     loss.backward()
-    return Answer(loss.item(), gradients_of(model))
+    return LossAndGradients(loss.item(), gradients_of(model))
 
 
 def path_for(source: ModelSource, rows: Rows, documents: bool = True) -> AttentionPath:
@@ -170,7 +170,7 @@ def set_path(model: Any, task: Task) -> None:
             set_attention(model, path.implementation)
 
 
-def _try_paths(case: Case, rows: Rows, documents: bool) -> AttentionPath:
+def _try_paths(case: TinyCase, rows: Rows, documents: bool) -> AttentionPath:
     found = _try_in(case, rows, documents)
     if not found.untried and "nan" in found.trouble:
         # Masks of some classes (ProphetNet, Longformer) add up to infinity in double precision.
@@ -178,7 +178,7 @@ def _try_paths(case: Case, rows: Rows, documents: bool) -> AttentionPath:
     return found
 
 
-def _try_in(case: Case, rows: Rows, documents: bool) -> AttentionPath:
+def _try_in(case: TinyCase, rows: Rows, documents: bool) -> AttentionPath:
     try:
         wanted = by_definition(case, rows)
     except Exception as error:  # the model's own code: a class whose tiny model needs more than tokens
@@ -198,7 +198,7 @@ def _try_in(case: Case, rows: Rows, documents: bool) -> AttentionPath:
     return replace(paths[0], trouble=next((text for text in troubles if "nan" in text), troubles[0]))
 
 
-def _key(case: Case, rows: Rows, documents: bool) -> str:
+def _key(case: TinyCase, rows: Rows, documents: bool) -> str:
     """What an outcome depends on: the model's code and config, and the versions of who computes."""
     import transformers
 

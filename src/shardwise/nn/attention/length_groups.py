@@ -21,7 +21,7 @@ WASTE = 1.25  # scores that a group computes, against those of its documents
 
 
 @dataclass(frozen=True)
-class Group:
+class LengthGroup:
     """Documents that go together: where their tokens are, and the places they get among `count` × `longest`."""
 
     tokens: torch.Tensor
@@ -34,7 +34,7 @@ class Group:
         return self.count * self.longest
 
 
-def group(lengths: Sequence[int], device: torch.device) -> list[Group]:
+def group(lengths: Sequence[int], device: torch.device) -> list[LengthGroup]:
     """Every document in a group, the longest first."""
     starts = [0]
     for length in lengths:
@@ -52,37 +52,37 @@ def group(lengths: Sequence[int], device: torch.device) -> list[Group]:
     return [_group(sorted(one), lengths, starts, device) for one in found]
 
 
-def groups_of(documents: Documents) -> list[Group]:
+def groups_of(documents: Documents) -> list[LengthGroup]:
     """Groups of all documents of packed rows, made once: every block of a forward asks for the same."""
     known = vars(documents)
     if "groups" not in known:
         known["groups"] = group(documents.lengths, documents.boundaries.device)
-    groups: list[Group] = known["groups"]
+    groups: list[LengthGroup] = known["groups"]
     return groups
 
 
-def _group(numbers: list[int], lengths: Sequence[int], starts: list[int], device: torch.device) -> Group:
+def _group(numbers: list[int], lengths: Sequence[int], starts: list[int], device: torch.device) -> LengthGroup:
     longest = max(lengths[n] for n in numbers)
     tokens = torch.cat([torch.arange(starts[n], starts[n] + lengths[n]) for n in numbers])
     places = torch.cat([torch.arange(i * longest, i * longest + lengths[n]) for i, n in enumerate(numbers)])
-    return Group(tokens.to(device), places.to(device), len(numbers), longest)
+    return LengthGroup(tokens.to(device), places.to(device), len(numbers), longest)
 
 
 def attend_in_groups(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Group], dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], dropout: float,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """(tokens, heads, head) in and out; causal, and blind to other documents."""
     grouped = query.shape[1] != key.shape[1]
-    apart = zip(*(_Spread.apply(groups, x) for x in (query, key, value)), strict=True)
+    apart = zip(*(_ToGroups.apply(groups, x) for x in (query, key, value)), strict=True)
     outputs = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped)
         for q, k, v in apart
     ]
-    return _Collect.apply(groups, query.shape[0], query.dtype, *outputs)  # type: ignore[no-any-return]
+    return _FromGroups.apply(groups, query.shape[0], query.dtype, *outputs)  # type: ignore[no-any-return]
 
 
-def _spread(groups: list[Group], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _spread(groups: list[LengthGroup], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(tokens, heads, head) as a padded (documents, heads, longest, head) for each group, in fp32 at least."""
     found = []
     kind = torch.promote_types(x.dtype, torch.float32)
@@ -95,7 +95,7 @@ def _spread(groups: list[Group], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
-def _collect(groups: list[Group], total: int, kind: torch.dtype, laid: Sequence[torch.Tensor]) -> torch.Tensor:
+def _collect(groups: list[LengthGroup], total: int, kind: torch.dtype, laid: Sequence[torch.Tensor]) -> torch.Tensor:
     """The opposite; every token is in one group."""
     _, heads, _, head = laid[0].shape
     out = laid[0].new_empty(total, heads, head, dtype=kind)
@@ -105,9 +105,9 @@ def _collect(groups: list[Group], total: int, kind: torch.dtype, laid: Sequence[
     return out
 
 
-class _Spread(torch.autograd.Function):
+class _ToGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, groups: list[Group], x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, groups: list[LengthGroup], x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ctx.groups, ctx.total, ctx.kind = groups, x.shape[0], x.dtype
         return _spread(groups, x)
 
@@ -116,10 +116,10 @@ class _Spread(torch.autograd.Function):
         return None, _collect(ctx.groups, ctx.total, ctx.kind, gradients)
 
 
-class _Collect(torch.autograd.Function):
+class _FromGroups(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, groups: list[Group], total: int, kind: torch.dtype, *laid: torch.Tensor
+        ctx: Any, groups: list[LengthGroup], total: int, kind: torch.dtype, *laid: torch.Tensor
     ) -> torch.Tensor:
         ctx.groups = groups
         return _collect(groups, total, kind, laid)

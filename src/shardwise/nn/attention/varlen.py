@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from shardwise.core.effective_device import kind_of, stands_in
+from shardwise.core.effective_device import effective_device, stands_in
 from shardwise.nn.attention.document_mask import DocumentMask, OwnMask, OwnRows, RowsMask
 from shardwise.nn.attention.length_groups import attend_in_groups, groups_of
 from shardwise.nn.attention.long_context import CUDNN, attend_long, is_long
@@ -206,7 +206,7 @@ def attend_documents(
         return other(attention_mask=mask.real)
     documents = mask.documents
     if documents.alone and mask.covers(documents.width):  # nothing is packed: SDPA's own kernels are faster
-        if query.dtype == torch.float32 and kind_of(query) == "cuda" and query.shape[1] != key.shape[1]:
+        if query.dtype == torch.float32 and effective_device(query) == "cuda" and query.shape[1] != key.shape[1]:
             # The only kernel that takes fp32 wants as many keys as queries; else every score would be kept.
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
             other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
@@ -215,7 +215,7 @@ def attend_documents(
         return other(attention_mask=None, is_causal=True)
     if _kernel_takes(query, key, value, mask, dropout):
         return _in_one_kernel(query, key, value, mask, scaling), None
-    if kind_of(query) == "cpu":
+    if effective_device(query) == "cpu":
         return _one_by_one(query, key, value, mask, dropout, scaling), None
     return other(attention_mask=mask.bias(query.dtype))
 
@@ -306,7 +306,7 @@ def _in_long_kernel(
     because what it makes is to be kept (parallel/activations/saved_attention.py), by kernels that take this."""
     keeps = getattr(module, "keeps_attention", False)
     same = query.shape[-1] == value.shape[-1]
-    if kind_of(query) != "cuda":
+    if effective_device(query) != "cuda":
         return keeps and same and dropout == 0.0
     same = same and query.shape[-1] % 8 == 0
     return (keeps or is_long(query)) and same and _kernel_takes(query, key, value, mask, dropout)

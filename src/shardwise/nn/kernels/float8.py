@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.core.effective_device import kind_of
+from shardwise.core.effective_device import effective_device
 from shardwise.nn.kernels.round_turned import lengthened, round_both, round_turned, rounded
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -130,6 +130,6 @@ def multiply(
     left: torch.Tensor, right: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, fast: bool = False
 ) -> torch.Tensor:
     """left (by rows) · right (by columns), scaled back; `fast` adds up with fewer bits, good enough for a forward."""
-    if kind_of(left) == "cpu":  # torch's own product of scaled rows dies there on some shapes
+    if effective_device(left) == "cpu":  # torch's own product of scaled rows dies there on some shapes
         return ((left.float() @ right.float()) * a * b).to(dtype)
     return torch._scaled_mm(left, right, a, b, out_dtype=dtype, use_fast_accum=fast)

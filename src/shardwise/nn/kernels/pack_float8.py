@@ -36,7 +36,7 @@ TILE, WARPS = 4096, 8
 
 
 @dataclass(frozen=True)
-class Segment:
+class PackedSegment:
     """Some elements of a row, their first byte on the wire, and the number of their scale; -1: they stay in bf16."""
 
     start: int
@@ -49,7 +49,7 @@ class Segment:
 class PackedRow:
     """How a row of `elements` becomes `bytes`."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PackedSegment, ...]
     elements: int
     bytes: int
 
@@ -59,7 +59,7 @@ def lay_out(parts: Sequence[tuple[int, int]]) -> PackedRow:
     wide = 2 * sum(size for size, scale in parts if scale < 0)
     at, byte16, byte8, segments = 0, 0, wide, []
     for size, scale in parts:
-        segments.append(Segment(at, at + size, byte16 if scale < 0 else byte8, scale))
+        segments.append(PackedSegment(at, at + size, byte16 if scale < 0 else byte8, scale))
         at += size
         if scale < 0:
             byte16 += 2 * size

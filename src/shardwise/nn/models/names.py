@@ -1,8 +1,8 @@
 """How the tensors of a model's files become its parameters, and how trained ones go back under the names of the files.
 
 While it loads, transformers renames tensors, converts some (the matrices of single experts become one stack), and drops
-those that it builds nothing for. A `Link` says what becomes of each. The rules are transformers' own, asked for one
-tensor at a time, so that exports never hold more than what is converted together.
+those that it builds nothing for. A `TensorNames` says what becomes of each. The rules are transformers' own, asked for
+one tensor at a time, so that exports never hold more than what is converted together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Tensors of the model that become tensors of files together; without `converts` each file name is the same one."""
 
     reads: tuple[str, ...]
@@ -24,16 +24,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Link:
+class TensorNames:
     """The tensors of files and those of a model."""
 
     model: Any
     same: dict[str, str]  # in the files: in the model, the same tensor
     converted: tuple[str, ...]  # in the files; the model has what is made of them
     extra: dict[str, str]  # in the files: what transformers would call it, if the model had it
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorPart] = field(default_factory=list)
 
-    def back(self, part: Part, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def back(self, part: TensorPart, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of files that a part writes."""
         if not part.converts:
             return dict.fromkeys(part.writes, tensors[part.reads[0]])
@@ -45,7 +45,7 @@ class Link:
         return {*self.same, *self.converted} - {name for part in self.parts for name in part.writes}
 
 
-def link(model: Any, stored: Collection[str] | None) -> Link:
+def link(model: Any, stored: Collection[str] | None) -> TensorNames:
     """What becomes of each tensor of the files; without files, how transformers would name them when it saves.
 
     `model` may be on `meta`; its class must be transformers' own (FSDP puts another one in front).
@@ -71,12 +71,12 @@ def link(model: Any, stored: Collection[str] | None) -> Link:
     # As `save_pretrained` does: a prefix is put back only where the files had it.
     kept = [r for r in rules if (r.was_used() if stored is not None else not isinstance(r, PrefixChange))]
     model._weight_conversions = kept
-    found = Link(model, same, tuple(converted), extra)
+    found = TensorNames(model, same, tuple(converted), extra)
     found.parts.extend(_parts(model, same, kept, fresh=stored is None))
     return found
 
 
-def _parts(model: Any, same: dict[str, str], rules: list[Any], fresh: bool) -> list[Part]:
+def _parts(model: Any, same: dict[str, str], rules: list[Any], fresh: bool) -> list[TensorPart]:
     """Each tensor of the model once, by its first name; tied ones are written under all the names that files have."""
     reversed_rules = [rule.reverse_transform() for rule in rules[::-1]]
     ties = getattr(model, "all_tied_weights_keys", None) or {}
@@ -88,19 +88,19 @@ def _parts(model: Any, same: dict[str, str], rules: list[Any], fresh: bool) -> l
     for key, made in same.items():
         stored.setdefault(alike[id(state[made])][0], []).append(key)
     together: dict[str, list[str]] = {}
-    result: list[Part] = []
+    result: list[TensorPart] = []
     for names in alike.values():
         saved = next((name for name in names if name not in ties), names[0])  # of tied ones, as transformers chooses
         key, by = _renamed(saved, reversed_rules, reverse=True)
         if names[0] in stored:
-            result.append(Part((names[0],), tuple(stored[names[0]])))
+            result.append(TensorPart((names[0],), tuple(stored[names[0]])))
         elif by is None:
-            result.append(Part((names[0],), (key if fresh else saved,)))
+            result.append(TensorPart((names[0],), (key if fresh else saved,)))
         else:
             together.setdefault(key, []).append(names[0])
     for members in together.values():
         writes = _reverted(model, {name: torch.empty_like(state[name], device="meta") for name in members})
-        result.append(Part(tuple(members), tuple(writes), converts=True))
+        result.append(TensorPart(tuple(members), tuple(writes), converts=True))
     return result
 
 

@@ -19,7 +19,7 @@ import torch
 from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
 from shardwise.nn.models.source import ModelSource, find_model
-from shardwise.nn.models.stored import Stored, read_stored, sample_digest, stored_tensors
+from shardwise.nn.models.stored import StoredTensor, read_stored, sample_digest, stored_tensors
 from shardwise.nn.models.tasks import CLASSES, class_names
 
 RECORD, FILES = "source.json", "source"  # in a checkpoint's model folder
@@ -154,7 +154,7 @@ def _dtype(name: str) -> torch.dtype:
     return kind
 
 
-def find_untouched(origin: Origin, run: Run) -> dict[str, Stored]:
+def find_untouched(origin: Origin, run: Run) -> dict[str, StoredTensor]:
     """The tensors that training left alone, where the source's folder still has them; raises UserError."""
     if not origin.untouched:
         return {}

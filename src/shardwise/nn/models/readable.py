@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import UserError
-from shardwise.nn.models.names import Link, link
+from shardwise.nn.models.names import TensorNames, link
 from shardwise.nn.models.source import ModelSource, converted_folder, is_quantized
-from shardwise.nn.models.stored import Stored, read_stored, sample_digest, stored_tensors, tensor_files
+from shardwise.nn.models.stored import StoredTensor, read_stored, sample_digest, stored_tensors, tensor_files
 from shardwise.nn.models.weights import check_shapes, match_names
 
 
@@ -45,7 +45,7 @@ def _as_transformers(model: Any, direct: dict[str, str], folder: Path) -> bool:
     )
 
 
-def _check_ties(linked: Link, stored: dict[str, Stored], label: str) -> None:
+def _check_ties(linked: TensorNames, stored: dict[str, StoredTensor], label: str) -> None:
     """Tied tensors are trained as one: files that hold two would lose one of them in silence."""
     for part in linked.parts:
         names = [] if part.converts else [name for name in part.writes if name in stored]

@@ -18,7 +18,7 @@ WINDOW = 1 << 16  # bytes of each of the three places that a digest looks at
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor in a file."""
 
     file: Path
@@ -43,7 +43,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return {name: file for file in files for name in _opened(file)}
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder's safetensors files; where there are none, of its pytorch_model*.bin."""
     files = tensor_files(folder)
     if files:
@@ -53,13 +53,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             raise UserError("model", str(files[lacking]), problem, "fetch the model again")
         return {name: found[file][name] for name, file in files.items()}
     return {
-        name: Stored(file, tensor.dtype, tensor.shape)
+        name: StoredTensor(file, tensor.dtype, tensor.shape)
         for file in sorted(folder.glob("pytorch_model*.bin"))
         for name, tensor in _pickled(file).items()
     }
 
 
-def read_stored(name: str, one: Stored) -> torch.Tensor:
+def read_stored(name: str, one: StoredTensor) -> torch.Tensor:
     """One tensor, as the file has it."""
     if one.file.suffix == ".bin":
         return _pickled(one.file)[name]
@@ -86,7 +86,7 @@ def damaged(file: Path, error: Exception) -> UserError:
     return UserError("model", str(file), what, "fetch the file again")
 
 
-def _opened(file: Path) -> dict[str, Stored]:
+def _opened(file: Path) -> dict[str, StoredTensor]:
     try:
         stat = file.stat()
     except OSError as error:
@@ -95,14 +95,16 @@ def _opened(file: Path) -> dict[str, Stored]:
 
 
 @lru_cache(maxsize=1024)
-def _headers(file: Path, size: int, time: int) -> dict[str, Stored]:
+def _headers(file: Path, size: int, time: int) -> dict[str, StoredTensor]:
     """What a file's header lists; kept, since a model of many experts has tens of thousands of tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as handle:
             parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            return {name: Stored(file, _dtype(part), torch.Size(part.get_shape())) for name, part in parts.items()}
+            return {
+                name: StoredTensor(file, _dtype(part), torch.Size(part.get_shape())) for name, part in parts.items()
+            }
     except (SafetensorError, OSError) as error:
         raise damaged(file, error) from None
 

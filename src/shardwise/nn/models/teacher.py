@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.config.schema import Model, Run
 from shardwise.core.cache import cache_root
 from shardwise.core.errors import UserError
-from shardwise.data.distillation_batch import Answers
+from shardwise.data.distillation_batch import TeacherAnswers
 from shardwise.nn.models.adapt import on_rows_of
 from shardwise.nn.models.build import vocabulary_size
 from shardwise.nn.models.source import ModelSource, find_model, weights_key
@@ -26,7 +26,7 @@ class Teacher:
     source: ModelSource
     parameters: int
     vocabulary: int
-    answers: Answers | None
+    answers: TeacherAnswers | None
 
 
 def find_teacher(
@@ -62,7 +62,7 @@ def find_teacher(
         assert settings.top_k is not None and source.weights is not None
         named = [ANSWERS, weights_key(source.weights), settings.top_k, common, run.precision]
         key = hashlib.sha256(repr(named).encode()).hexdigest()[:16]
-        answers = Answers(cache_root() / "answers" / key, settings.top_k)
+        answers = TeacherAnswers(cache_root() / "answers" / key, settings.top_k)
     return Teacher(source, sum(p.numel() for p in model.parameters()), common, answers)
 
 

@@ -23,7 +23,7 @@ from shardwise.nn.models.stored import damaged, tensor_files
 PIECE = 64 << 20
 
 
-class Packing(Protocol):
+class PacksRows(Protocol):
     """How a module keeps a parameter that it does not hold as the floats of the files."""
 
     @property
@@ -38,10 +38,10 @@ class Packing(Protocol):
         """Rows of floats → rows of the parameter."""
 
 
-def packing_of(model: nn.Module, name: str) -> Packing | None:
+def packing_of(model: nn.Module, name: str) -> PacksRows | None:
     """How the module that owns a parameter keeps it, if not as it is: quantised layers have `packings` by name."""
     owner, _, leaf = name.rpartition(".")
-    packings: Mapping[str, Packing] = getattr(model.get_submodule(owner), "packings", {})
+    packings: Mapping[str, PacksRows] = getattr(model.get_submodule(owner), "packings", {})
     return packings.get(leaf)
 
 
@@ -109,7 +109,7 @@ def check_shapes(model: nn.Module, folder: Path) -> None:
             raise damaged(file, error) from None
 
 
-def _check_shape(stored: Any, target: torch.Tensor | Packing, name: str, file: Path) -> None:
+def _check_shape(stored: Any, target: torch.Tensor | PacksRows, name: str, file: Path) -> None:
     if list(stored.get_shape()) != list(target.shape):
         problem = f"{name} has shape {list(stored.get_shape())}, the config says {list(target.shape)}"
         remedy = "the weights and config.json belong to different models: fetch both again"
@@ -136,7 +136,7 @@ def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | N
             fill_local(tensors[name], part, (masters or {}).get(name), packing)
 
 
-def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, packing: Packing | None = None) -> None:
+def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, packing: PacksRows | None = None) -> None:
     """Copies this rank's part of a tensor from anything that can be sliced like the whole, in bounded pieces."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if isinstance(target, DTensor):

@@ -51,7 +51,7 @@ DECAY = ("A_log",)  # logarithms of how fast a state-space layer forgets, which 
 SLOW = 0.05
 
 
-class Refused(Exception):
+class CannotParallelize(Exception):
     """A model cannot be divided along an axis: which module is in the way, and why."""
 
     def __init__(self, module: str, why: str) -> None:
@@ -60,7 +60,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Case:
+class TinyCase:
     """A model small enough to run here, by its config, and what it is given."""
 
     config: Any
@@ -119,7 +119,7 @@ def _move(model: nn.Module, seed: int) -> None:
             parameter.add_(MATRIX * noise)
 
 
-def tiny_case(source: ModelSource) -> Case:
+def tiny_case(source: ModelSource) -> TinyCase:
     """Of a model that someone wants to train."""
     return case_of(shrink(source.config), source.task, source.attention)
 
@@ -127,9 +127,9 @@ def tiny_case(source: ModelSource) -> Case:
 _SINGLE: dict[tuple[Any, ...], bool] = {}
 
 
-def case_of(config: Any, task: Task, attention: str = "") -> Case:
+def case_of(config: Any, task: Task, attention: str = "") -> TinyCase:
     """A case in double precision, or in single where the model's own code mixes the two up."""
-    case = Case(config, task, attention=attention)
+    case = TinyCase(config, task, attention=attention)
     key = type(config), config.to_json_string(), task
     if key not in _SINGLE:
         try:
@@ -144,7 +144,7 @@ def case_of(config: Any, task: Task, attention: str = "") -> Case:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LossAndGradients:
     """The mean loss over the labels and the gradient of every parameter, whole, by name."""
 
     loss: float
@@ -152,7 +152,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Deviation:
     """How far an answer is from that of one process; `module` is the parameter that is furthest off."""
 
     loss: float
@@ -190,7 +190,7 @@ def summed(
     documents: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]],
     units: int,
     routers: AddsLosses | None = None,
-) -> Answer:
+) -> LossAndGradients:
     """The mean loss over documents that are given one at a time, and its gradients."""
     losses = []
     for inputs, labels in documents:
@@ -203,7 +203,7 @@ def summed(
         losses.append(loss)
     loss = torch.stack(losses).sum()
     loss.backward()
-    return Answer(loss.item(), gradients_of(model))
+    return LossAndGradients(loss.item(), gradients_of(model))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -212,7 +212,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: (g.full_tensor() if isinstance(g, DTensor) else g).detach() for n, g in found.items()}
 
 
-def judge(answer: Answer, wanted: Answer) -> Verdict:
+def judge(answer: LossAndGradients, wanted: LossAndGradients) -> Deviation:
     """Compares; a gradient that is missing, or there without being wanted, is as wrong as can be."""
     worst, module = 0.0, ""
     largest = max((float(g.abs().max()) for g in wanted.gradients.values() if g.numel()), default=0.0)
@@ -221,7 +221,7 @@ def judge(answer: Answer, wanted: Answer) -> Verdict:
         apart = _apart(ours, theirs, largest)
         if not apart <= worst:
             worst, module = apart, name
-    return Verdict(abs(answer.loss - wanted.loss), worst, module)
+    return Deviation(abs(answer.loss - wanted.loss), worst, module)
 
 
 def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None, largest: float) -> float:

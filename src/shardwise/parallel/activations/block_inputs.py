@@ -47,7 +47,7 @@ class BlockInputs:
     def __init__(self, group: dist.ProcessGroup | None, host: bool, timer: Timer = OFF) -> None:
         assert group is not None or host, "nothing to do"
         self._group = group if group is not None and group.size() > 1 else None
-        self._host = _Host(timer) if host else None
+        self._host = _HostBuffers(timer) if host else None
         self._timer = timer
         self.found_any = False
         self._wanted: set[int] = set()
@@ -181,7 +181,7 @@ class _Kept:
         self.left: torch.cuda.Event | None = None  # the copy to the host is done
         self.arrived: torch.cuda.Event | None = None  # the copy from the host is done
         self.stream: torch.cuda.Stream | None = None  # where it is computed with
-        self.host: _Host | None = None
+        self.host: _HostBuffers | None = None
 
     def __del__(self) -> None:
         with suppress(Exception):  # at the interpreter's end there may be no CUDA to talk to
@@ -189,7 +189,7 @@ class _Kept:
                 self.host.drop(self)
 
 
-class _Host:
+class _HostBuffers:
     """Copies to and from pooled host buffers; on CUDA the buffers are pinned and the copies asynchronous."""
 
     def __init__(self, timer: Timer) -> None:

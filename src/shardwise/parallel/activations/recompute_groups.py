@@ -24,11 +24,11 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.core.effective_device import stands_in
 from shardwise.parallel.activations.block_inputs import SMALL, BlockInputs
-from shardwise.parallel.activations.saved_attention import Calls, KeptAttention
+from shardwise.parallel.activations.saved_attention import SavedAttention, SavedCalls
 
 
 def keep_one_of(
-    blocks: Sequence[tuple[str, nn.Module]], size: int, inputs: BlockInputs | None, kept: KeptAttention | None = None
+    blocks: Sequence[tuple[str, nn.Module]], size: int, inputs: BlockInputs | None, kept: SavedAttention | None = None
 ) -> None:
     """Keeps the input of one block in `size`; before sharding.
 
@@ -47,7 +47,7 @@ class _Call:
         self._block, self._rest, self._kwargs, self._learns = block, args[1:], kwargs, args[0].requires_grad
         self._cpu = None if stands_in() else torch.get_rng_state()
         self._devices, self._states = get_device_states(args[0])
-        self.attention: Calls | None = None  # where it was kept
+        self.attention: SavedCalls | None = None  # where it was kept
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """The block's output, whose first part goes into the next block.
@@ -69,7 +69,7 @@ def _first(output: Any) -> torch.Tensor:
     return made
 
 
-class _Pass:
+class _GroupForward:
     """One forward through a group: where it began, how it went on, and in backward the inputs that were made again."""
 
     def __init__(self, start: torch.Tensor) -> None:
@@ -87,14 +87,14 @@ class _Pass:
 
 
 class _Derived:
-    def __init__(self, way: _Pass, number: int) -> None:
+    def __init__(self, way: _GroupForward, number: int) -> None:
         self.way, self.number = way, number
 
 
 class _Group:
-    def __init__(self, members: list[nn.Module], inputs: BlockInputs | None, kept: KeptAttention | None) -> None:
+    def __init__(self, members: list[nn.Module], inputs: BlockInputs | None, kept: SavedAttention | None) -> None:
         self._inputs, self._kept = inputs, kept
-        self._way: _Pass | None = None
+        self._way: _GroupForward | None = None
         self._output: StorageWeakRef | None = None  # of the block before
         self._number = 0
         self._open: saved_tensors_hooks | None = None
@@ -111,7 +111,7 @@ class _Group:
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.nbytes < SMALL:
                 self._way = None
             elif number == 0:
-                self._way = _Pass(x.detach())
+                self._way = _GroupForward(x.detach())
             elif self._output is None or StorageWeakRef(x.untyped_storage()) != self._output:
                 self._way = None  # not what the block before made: kept as ever
             if self._way is None:

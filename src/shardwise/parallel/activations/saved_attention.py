@@ -21,11 +21,11 @@ from shardwise.nn.attention.long_context import Made, remembering
 from shardwise.parallel.activations.block_inputs import BlockInputs
 
 
-class KeptAttention:
+class SavedAttention:
     """For the blocks of a model: what each forward's attention made, on the device or by `inputs` on the host."""
 
     def __init__(self) -> None:
-        self.last: Calls | None = None  # of the block that was computed last
+        self.last: SavedCalls | None = None  # of the block that was computed last
         self.found = False  # whether anything was ever kept
 
     def around(self, block: nn.Module, inputs: BlockInputs | None) -> Any:
@@ -37,7 +37,7 @@ class KeptAttention:
             if not torch.is_grad_enabled():
                 return nullcontext(), nullcontext()
             self.found = self.found or (self.last is not None and bool(self.last.made))
-            self.last = calls = Calls(inputs)
+            self.last = calls = SavedCalls(inputs)
             return remembering(_First(calls)), calls.again(last=True)
 
         return contexts
@@ -51,7 +51,7 @@ class KeptAttention:
         ]
 
 
-class Calls:
+class SavedCalls:
     """The attention of one forward of a block, call by call."""
 
     def __init__(self, inputs: BlockInputs | None) -> None:
@@ -72,7 +72,7 @@ class Calls:
 class _First:
     """Computes all, and keeps copies: compiled code may write over what it was given."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: SavedCalls) -> None:
         self._calls = calls
 
     def recall(self) -> Made | None:
@@ -86,7 +86,7 @@ class _First:
 class _Again:
     """Gives what was kept."""
 
-    def __init__(self, calls: Calls, last: bool) -> None:
+    def __init__(self, calls: SavedCalls, last: bool) -> None:
         self._calls, self._last, self._number = calls, last, -1
 
     def recall(self) -> Made | None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shardwise.core.effective_device import kind_of, stands_in
+from shardwise.core.effective_device import effective_device, stands_in
 from shardwise.nn.attention.varlen import Scores
-from shardwise.parallel.context.mask import Rule
-from shardwise.parallel.context.split import Layout
+from shardwise.parallel.context.mask import VisibilityRule
+from shardwise.parallel.context.split import SequenceLayout
 
 QUERIES = 512  # at a time in plain arithmetic: scores take (rows, heads, QUERIES, keys)
 KERNEL_HEAD = 256  # the largest that the kernels take
@@ -24,7 +24,7 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
+class KeyPiece:
     """What of one rank's keys a rank's queries can see at all: halves of both, or all."""
 
     queries: slice
@@ -34,7 +34,7 @@ class Piece:
     key_rank: int
 
 
-def piece_of(layout: Layout, rule: Rule, key_rank: int) -> Piece | None:
+def piece_of(layout: SequenceLayout, rule: VisibilityRule, key_rank: int) -> KeyPiece | None:
     """What this rank's queries see of another's keys, as far as the host knows; None: nothing."""
     half, everything = layout.chunk, slice(0, layout.width)
     mine: tuple[int, ...] = layout.chunks(layout.rank)
@@ -53,7 +53,7 @@ def piece_of(layout: Layout, rule: Rule, key_rank: int) -> Piece | None:
     if reach is not None and _nearest(mine, theirs, half) > reach:
         return None
     whole = rule.plain and layout.one_document(mine + theirs)
-    return Piece(queries, keys, rule.causal and key_rank == layout.rank, whole, key_rank)
+    return KeyPiece(queries, keys, rule.causal and key_rank == layout.rank, whole, key_rank)
 
 
 def _nearest(mine: tuple[int, ...], theirs: tuple[int, ...], chunk: int) -> int:
@@ -66,10 +66,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-class Block:
+class AttentionBlock:
     """One piece: forward gives output and log-sum-exp, both wide; backward the gradients of q, k and v, wide."""
 
-    def __init__(self, piece: Piece, layout: Layout, rule: Rule, scores: Scores, seed: int) -> None:
+    def __init__(
+        self, piece: KeyPiece, layout: SequenceLayout, rule: VisibilityRule, scores: Scores, seed: int
+    ) -> None:
         self.piece, self.layout, self.rule, self.scores, self.seed = piece, layout, rule, scores, seed
         self._state: list[Any] = []  # what a CUDA kernel's backward wants to have back
 
@@ -105,7 +107,7 @@ class Block:
         simple = self.piece.whole and scores.softcap is None and scores.dropout == 0.0
         if not simple or head != v.shape[-1]:
             return False
-        if kind_of(q) == "cpu":
+        if effective_device(q) == "cpu":
             return True
         half = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
         recent = stands_in() or (q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0))
@@ -180,10 +182,12 @@ class Block:
         return (drawn >= self.scores.dropout).to(scores.dtype) / (1 - self.scores.dropout)
 
 
-def block_of(layout: Layout, rule: Rule, scores: Scores, key_rank: int, seed: int = 0) -> Block | None:
+def block_of(
+    layout: SequenceLayout, rule: VisibilityRule, scores: Scores, key_rank: int, seed: int = 0
+) -> AttentionBlock | None:
     """Attention to what a rank's keys have to tell this rank's queries; None where that is nothing."""
     piece = piece_of(layout, rule, key_rank)
-    return None if piece is None else Block(piece, layout, rule, scores, seed)
+    return None if piece is None else AttentionBlock(piece, layout, rule, scores, seed)
 
 
 def _in_parts(q: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

@@ -24,13 +24,13 @@ from shardwise.data.loader import MicroBatch
 from shardwise.nn.attention.varlen import Scores, install
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.models.source import quiet
-from shardwise.nn.tiny.case import FIRST, Refused
+from shardwise.nn.tiny.case import FIRST, CannotParallelize
 from shardwise.nn.tiny.shrink import shrink
 from shardwise.parallel.context.blocks import block_of, merge, sunk, wide
-from shardwise.parallel.context.gather import Calls, call_changed, modules_of
+from shardwise.parallel.context.gather import CallShapes, call_changed, modules_of
 from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.positions import Positions
-from shardwise.parallel.context.split import Layout, split_batch
+from shardwise.parallel.context.split import SequenceLayout, split_batch
 
 RANKS, WIDTH = 2, 20  # a width, and half of it, that no other size of a tiny model has
 PACKED = [[7, 13], [12, 8]]  # documents across the borders of parts, longer than windows of tiny models
@@ -59,7 +59,7 @@ class Findings:
     """What a model needs: the way it is called, the classes of modules that get whole rows, and if it takes packing."""
 
     way: Way
-    whole: dict[str, Calls]
+    whole: dict[str, CallShapes]
     packed: bool
     trouble: str = ""  # with packed documents
 
@@ -72,13 +72,13 @@ def examine(model: Any) -> Findings:
             ids = torch.randint(FIRST, tiny.config.get_text_config(decoder=True).vocab_size - 1, (2, WIDTH))
             tiny(input_ids=ids, use_cache=False)
         except Exception as error:
-            raise Refused("", f"no tiny model of this class runs here to be tried ({error})"[:160]) from error
-        refusals: list[Refused] = []
+            raise CannotParallelize("", f"no tiny model of this class runs here to be tried ({error})"[:160]) from error
+        refusals: list[CannotParallelize] = []
         for kinds in (0, KINDS):
             for way in WAYS:
                 try:
                     return _mended(tiny, ids, Way(way.positions, way.behind, registry=kinds == 0), kinds)
-                except Refused as refusal:
+                except CannotParallelize as refusal:
                     refusals.append(refusal)
     raise refusals[0]
 
@@ -90,14 +90,14 @@ def _mended(model: Any, ids: torch.Tensor, way: Way, kinds: int) -> Findings:
         try:
             calls = _try(model, ids, PLAIN, way, whole)
             break
-        except Refused as refusal:
+        except CannotParallelize as refusal:
             kind = _part_of_block(model, refusal.module)
             if kind is None or kind in whole or len(whole) == kinds:
                 raise
             whole.append(kind)
     try:
         _try(model, ids, PACKED, way, whole)
-    except Refused as refusal:
+    except CannotParallelize as refusal:
         return Findings(way, calls, False, str(refusal))
     return Findings(way, calls, True)
 
@@ -130,7 +130,7 @@ def first_position(model: Any, way: Way) -> int:
     return pad + 1 if way.behind and pad is not None else 0
 
 
-def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, whole: list[str]) -> dict[str, Calls]:
+def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, whole: list[str]) -> dict[str, CallShapes]:
     """Raises Refused with the name of a module; else tells how those that had whole rows were called."""
     documents = Documents.of_lengths(lengths)
     batch = MicroBatch(ids, ids, None, None, documents=documents)
@@ -153,16 +153,16 @@ def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, whol
                     what = (
                         "a part of a row than for the whole" if ranks > 1 else "documents in a row than for each alone"
                     )
-                    raise Refused(watch.first_block, f"predicts something else for {what}")
-    except Refused as refusal:
-        raise refusal if refusal.module else Refused(watch.inside, refusal.why) from None
+                    raise CannotParallelize(watch.first_block, f"predicts something else for {what}")
+    except CannotParallelize as refusal:
+        raise refusal if refusal.module else CannotParallelize(watch.inside, refusal.why) from None
     except Exception as error:  # the model's own code, given a mask that is no tensor or positions it does not know
-        raise Refused(watch.inside, f"{type(error).__name__}: {error}"[:160]) from error
+        raise CannotParallelize(watch.inside, f"{type(error).__name__}: {error}"[:160]) from error
     finally:
         hooks.remove()
         for module, config in configs:
             module.config = config
-    return {kind: Calls(*watch.calls[kind]) for kind in whole}
+    return {kind: CallShapes(*watch.calls[kind]) for kind in whole}
 
 
 def ask_registry(model: Any, way: Way) -> None:
@@ -176,7 +176,7 @@ def ask_registry(model: Any, way: Way) -> None:
             module.config = copy.deepcopy(module.config, copies)
             module.config._attn_implementation = "sdpa"
     if not install(model):
-        raise Refused("", "its attention is set to a kernel of its own: leave attn_implementation out")
+        raise CannotParallelize("", "its attention is set to a kernel of its own: leave attn_implementation out")
 
 
 @dataclass
@@ -201,7 +201,7 @@ class _Watch:
     def first_block(self) -> str:
         return next((name for name, _ in find_blocks(self.model)), "")
 
-    def begin(self, layout: Layout) -> None:
+    def begin(self, layout: SequenceLayout) -> None:
         """Whole rows are written down, parts are held against them."""
         self._layout = layout
         self._count.clear()
@@ -232,7 +232,9 @@ class _Watch:
             return
         known, call = self._made[name], self._next(name)
         if call < len(known) and not _same(output, self._layout.take(known[call])):
-            raise Refused(name, "mixes positions, or counts them by their place, in another way than by attention")
+            raise CannotParallelize(
+                name, "mixes positions, or counts them by their place, in another way than by attention"
+            )
 
     @contextmanager
     def whole_rows(self, kinds: list[str]) -> Iterator[None]:
@@ -287,7 +289,7 @@ class _Watch:
             dims[place] = along[0]
         mine = self._layout.take(whole, dim=along[0]) if along else whole
         if len(along) > 1 or not _same(part, mine):
-            raise Refused("", "is given what depends on more than its tokens and positions")
+            raise CannotParallelize("", "is given what depends on more than its tokens and positions")
         return whole
 
     def attend(
@@ -299,11 +301,11 @@ class _Watch:
             self._keys.append((key.clone(), value.clone()))
         call = self._next("")
         if call >= len(self._keys):
-            raise Refused("", "attends more often to a part of a row than to the whole")
+            raise CannotParallelize("", "attends more often to a part of a row than to the whole")
         whole = self._keys[call]
         for ours, theirs in zip((key, value), whole, strict=True):
             if not _same(ours, layout.take(theirs, dim=2)):
-                raise Refused("", "its keys depend on more than their own tokens and positions")
+                raise CannotParallelize("", "its keys depend on more than their own tokens and positions")
         out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=wide(query.dtype))
         lse = torch.full(query.shape[:3], float("-inf"), dtype=out.dtype)
         for rank in range(layout.ranks):

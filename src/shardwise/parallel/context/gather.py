@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.split import chunks_of, take_columns
 from shardwise.parallel.zero.collectives import all_gather
 
 
 @dataclass(frozen=True)
-class Calls:
+class CallShapes:
     """How modules of a class are called: the dimension along the sequence of each argument, and of each result.
 
     By their place in the call. A number of columns has None; so has a result that no part can be taken of.
@@ -65,7 +65,7 @@ class Gathering:
         self._group, self._zigzag, self._divided = group, zigzag, divided
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
-    def wrap(self, module: nn.Module, calls: Calls) -> None:
+    def wrap(self, module: nn.Module, calls: CallShapes) -> None:
         """From now on the module's forward computes with whole rows."""
         forward = module.forward
 
@@ -99,7 +99,7 @@ class Gathering:
         if dim is None:
             return leaf * self._ranks
         if isinstance(leaf, DTensor):
-            raise Refused("", "modules that need whole rows do not go with tensor parallelism")
+            raise CannotParallelize("", "modules that need whole rows do not go with tensor parallelism")
         return _Gather.apply(leaf, dim, self._group, self._zigzag)
 
 

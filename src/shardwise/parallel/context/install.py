@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.context.gate import Findings, ask_registry, examine, first_position
 from shardwise.parallel.context.gather import Gathering, modules_of
 from shardwise.parallel.context.mask import Attends, ContextRows
@@ -38,7 +38,7 @@ class Context:
         """
         mine, layout = split_batch(batch, self.ranks, self.rank, zigzag=self.kind == "ring")
         if layout.packed and not self.findings.packed:
-            raise Refused("", f"takes no packed documents ({self.findings.trouble}): set data.packing: false")
+            raise CannotParallelize("", f"takes no packed documents ({self.findings.trouble}): set data.packing: false")
         assert mine.position_ids is not None
         positions = mine.position_ids + self.first if self.findings.way.positions else None
         mask = ContextRows(layout, self.attends, batch.input_ids.device)
@@ -53,7 +53,9 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     compute with whole rows on every rank.
     """
     if getattr(model.config, "is_encoder_decoder", False):
-        raise Refused("", "an encoder–decoder model has two sequences, which context parallelism does not divide yet")
+        raise CannotParallelize(
+            "", "an encoder–decoder model has two sequences, which context parallelism does not divide yet"
+        )
     if kind == "ulysses":
         check_heads(model.config.get_text_config(decoder=True), mesh.size())
     findings = examine(model)

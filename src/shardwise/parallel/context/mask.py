@@ -19,12 +19,12 @@ import torch
 
 from shardwise.nn.attention.document_mask import OwnMask, OwnRows, RowsMask
 from shardwise.nn.attention.varlen import Scores
-from shardwise.nn.tiny.case import Refused
-from shardwise.parallel.context.split import Layout
+from shardwise.nn.tiny.case import CannotParallelize
+from shardwise.parallel.context.split import SequenceLayout
 
 
 @dataclass(frozen=True)
-class Rule:
+class VisibilityRule:
     """Who sees whom within a document, by their positions in it."""
 
     causal: bool = False
@@ -63,7 +63,7 @@ class ContextRows(OwnRows):
     """This rank's columns of a mask, (rows, width): ones but for padding."""
 
     def __init__(
-        self, layout: Layout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64
+        self, layout: SequenceLayout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64
     ) -> None:
         self.layout, self.attends, self.device, self.dtype = layout, attends, device, dtype
         self.shape = torch.Size((layout.rows, layout.width))
@@ -100,7 +100,7 @@ class ContextRows(OwnRows):
 
     def for_blocks(self, ask: Callable[..., Any], **kwargs: Any) -> ContextMask:
         if (kwargs["q_length"], kwargs["kv_length"]) != (self.layout.width, self.layout.width):
-            raise Refused("", "masks a sequence of another length than it was given")
+            raise CannotParallelize("", "masks a sequence of another length than it was given")
         from transformers.masking_utils import causal_mask_function
 
         rule = kwargs.get("mask_function", causal_mask_function)
@@ -109,9 +109,9 @@ class ContextRows(OwnRows):
         return ContextMask(self.layout, rule_of(rule), self.attends, self.device, partial(ask, **kwargs | size))
 
 
-def rule_of(function: Any) -> Rule:
+def rule_of(function: Any) -> VisibilityRule:
     """What a mask function of transformers says, by the code that it is made of."""
-    return Rule(**_said(function))
+    return VisibilityRule(**_said(function))
 
 
 def _said(function: Any) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _said(function: Any) -> dict[str, Any]:
         for theirs, tell in makers.items():
             if theirs.__code__ is function.__code__:
                 return tell()
-    raise Refused("", "masks attention by a rule of its own, which says nothing of positions on other ranks")
+    raise CannotParallelize("", "masks attention by a rule of its own, which says nothing of positions on other ranks")
 
 
 def _empty(function: Any) -> bool:
@@ -157,14 +157,19 @@ class ContextMask(OwnMask):
     dtype = torch.bool
 
     def __init__(
-        self, layout: Layout, rule: Rule, attends: Attends, device: torch.device, ask: Callable[[], Any] | None = None
+        self,
+        layout: SequenceLayout,
+        rule: VisibilityRule,
+        attends: Attends,
+        device: torch.device,
+        ask: Callable[[], Any] | None = None,
     ) -> None:
         self.layout, self.rule, self.attends, self.device, self._ask = layout, rule, attends, device, ask
         self.shape = torch.Size((layout.rows, 1, layout.width, layout.width))
 
     @cached_property
     def real(self) -> torch.Tensor:
-        raise Refused("", "computes with its mask outside of transformers' attention functions")
+        raise CannotParallelize("", "computes with its mask outside of transformers' attention functions")
 
     @cached_property
     def whole(self) -> Any:
@@ -184,9 +189,9 @@ class ContextMask(OwnMask):
         """As transformers' attention functions are called."""
         shape = (self.layout.rows, self.layout.width)
         if any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
-            raise Refused("", f"attends to {key.shape[2]} keys where its part of the sequence has {shape[1]}")
+            raise CannotParallelize("", f"attends to {key.shape[2]} keys where its part of the sequence has {shape[1]}")
         if kwargs.get("position_bias") is not None:
-            raise Refused("", "adds a bias to scores that is computed from this rank's positions alone")
+            raise CannotParallelize("", "adds a bias to scores that is computed from this rank's positions alone")
         scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
         scores = Scores(
             query.shape[-1] ** -0.5 if scaling is None else float(scaling),

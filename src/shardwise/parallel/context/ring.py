@@ -15,8 +15,8 @@ import torch.distributed as dist
 from shardwise.distributed.shared_gpu import goes_by_host
 from shardwise.nn.attention.varlen import Scores
 from shardwise.parallel.context.blocks import block_of, grad_of_sinks, merge, sunk, wide
-from shardwise.parallel.context.mask import ContextMask, Rule
-from shardwise.parallel.context.split import Layout
+from shardwise.parallel.context.mask import ContextMask, VisibilityRule
+from shardwise.parallel.context.split import SequenceLayout
 
 KEYS, GRADIENTS = 0, 1  # tags: both are under way at the same time
 
@@ -73,7 +73,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        scores: Scores, layout: Layout, rule: Rule, wire: RingWire,
+        scores: Scores, layout: SequenceLayout, rule: VisibilityRule, wire: RingWire,
     ) -> torch.Tensor:  # fmt: skip
         # The seed is drawn where torch's own dropout draws: a block computed again draws the same.
         seed = int(torch.randint(2**62, ())) if scores.dropout else 0
@@ -153,7 +153,12 @@ class Ring:
 
 
 def attend_whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, layout: Layout, rule: Rule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: Scores,
+    layout: SequenceLayout,
+    rule: VisibilityRule,
 ) -> torch.Tensor:
     """The same where one rank has all of the sequence."""
     found: torch.Tensor = _Ring.apply(query, key, value, scores.sinks, scores, layout, rule, RingWire(None))

@@ -21,7 +21,7 @@ from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
 from shardwise.data.rows import RowBatch
 from shardwise.nn.attention.document_mask import RowsMask
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 
 Batch = TypeVar("Batch", MicroBatch, RowBatch)
 
@@ -38,7 +38,7 @@ def take_columns(whole: torch.Tensor, ranks: int, rank: int, zigzag: bool, dim: 
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class SequenceLayout:
     """The documents of whole rows (padding is one more, at the end) and the part of them that a rank holds."""
 
     documents: Documents
@@ -100,12 +100,12 @@ class Layout:
         return bool((low == high).all())
 
 
-def split_batch(batch: Batch, ranks: int, rank: int, zigzag: bool) -> tuple[Batch, Layout]:
+def split_batch(batch: Batch, ranks: int, rank: int, zigzag: bool) -> tuple[Batch, SequenceLayout]:
     """A rank's columns of a batch, and the layout; the mask and the documents are the layout's to tell."""
     missing = -batch.input_ids.shape[1] % (2 * ranks)
     layout = layout_of(batch, ranks, rank, zigzag, missing)
     if batch.labels.shape != batch.input_ids.shape:
-        raise Refused("", "labels that are not one per token are not divided with the tokens")
+        raise CannotParallelize("", "labels that are not one per token are not divided with the tokens")
 
     def part(whole: torch.Tensor | None, fill: int = 0) -> Any:
         if whole is None or whole.shape != batch.input_ids.shape:  # the source of a row
@@ -123,7 +123,7 @@ def split_batch(batch: Batch, ranks: int, rank: int, zigzag: bool) -> tuple[Batc
     return replace(batch, attention_mask=None, documents=None, **changes), layout
 
 
-def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool, missing: int = 0) -> Layout:
+def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool, missing: int = 0) -> SequenceLayout:
     """The documents of a batch, `missing` columns of padding added."""
     rows, width = batch.input_ids.shape
     mask: Any = batch.attention_mask
@@ -134,7 +134,7 @@ def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool,
         lengths = _rows_of(documents)
     elif mask is not None:
         if mask.ndim != 2:
-            raise Refused("", f"a mask of shape {tuple(mask.shape)} is not divided with the tokens")
+            raise CannotParallelize("", f"a mask of shape {tuple(mask.shape)} is not divided with the tokens")
         real[:, :width] = mask.cpu() != 0
         if (real[:, 1:] & ~real[:, :-1]).any():
             remedy = "pad at the end of the rows (padding_side: right)"
@@ -145,7 +145,7 @@ def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool,
     else:
         lengths = [[width]] * rows
     lengths = [[n for n in (*row, width + missing - sum(row)) if n] for row in lengths]
-    return Layout(Documents.of_lengths(lengths), real, ranks, rank, zigzag)
+    return SequenceLayout(Documents.of_lengths(lengths), real, ranks, rank, zigzag)
 
 
 def _rows_of(documents: Documents) -> list[list[int]]:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from shardwise.nn.attention.document_mask import DocumentMask
 from shardwise.nn.attention.varlen import Scores, attend_documents, largest_head
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.context.mask import ContextMask
 from shardwise.parallel.context.ring import attend_whole
-from shardwise.parallel.context.split import Layout
+from shardwise.parallel.context.split import SequenceLayout
 
 HEADS, SEQUENCE = 1, 2
 
@@ -63,7 +63,7 @@ class Ulysses:
         """Of whole rows: by the kernels of nn/attention/varlen.py where they know the rule."""
         layout, rule = mask.layout, mask.rule
         usual = scores.softcap is None and scores.sinks is None and rule.chunk is None and rule.sides is None
-        whole = Layout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
+        whole = SequenceLayout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
         if not usual or not (rule.causal or (rule.plain and layout.documents.alone)):
             return attend_whole(q, k, v, scores, whole, rule)
         # transformers' functions repeat keys by what the module says, which knows all heads.
@@ -82,14 +82,14 @@ def check_heads(config: Any, ranks: int) -> None:
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries
     if isinstance(queries, int) and isinstance(keys, int) and not _divides(queries, keys, ranks):
-        raise Refused("", _cannot(queries, keys, ranks))
+        raise CannotParallelize("", _cannot(queries, keys, ranks))
 
 
 def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
     """Keys or values with as many heads as the ranks can share: repeated where there are fewer than ranks."""
     heads = x.shape[1]
     if not _divides(queries, heads, ranks):
-        raise Refused("", _cannot(queries, heads, ranks))
+        raise CannotParallelize("", _cannot(queries, heads, ranks))
     return x.repeat_interleave(lcm(heads, ranks) // heads, 1) if heads % ranks else x
 
 

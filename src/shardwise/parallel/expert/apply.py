@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.nn.adapters.layers import is_added
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.expert.load_counts import ExpertLoads
-from shardwise.parallel.expert.modules import RoutedExperts, SpreadExperts, experts_in, style_of
+from shardwise.parallel.expert.modules import RoutedExperts, ShardedExperts, experts_in, style_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_spread(module: nn.Module) -> bool:
     """Whether a module's experts lie on several ranks."""
-    return isinstance(module, SpreadExperts)
+    return isinstance(module, ShardedExperts)
 
 
 def count_loads(model: nn.Module, device: torch.device) -> ExpertLoads | None:
@@ -99,23 +99,25 @@ def count_loads(model: nn.Module, device: torch.device) -> ExpertLoads | None:
     return ExpertLoads(found, device) if found else None
 
 
-def _nothing(model: nn.Module) -> Refused:
+def _nothing(model: nn.Module) -> CannotParallelize:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if "expert" in kind.lower() and "shared" not in name and any(True for _ in module.parameters()):
-            return Refused(name, f"{kind} keeps or calls its experts in a way of its own")
-    return Refused("", "has no experts")
+            return CannotParallelize(name, f"{kind} keeps or calls its experts in a way of its own")
+    return CannotParallelize("", "has no experts")
 
 
 def _check(name: str, module: nn.Module, ranks: int) -> None:
     total = experts_in(module)
     if total % ranks:
-        raise Refused(name, f"{total} experts cannot be divided over {ranks} ranks")
+        raise CannotParallelize(name, f"{total} experts cannot be divided over {ranks} ranks")
     for key, parameter in module.named_parameters():
         if is_added(key):
-            raise Refused(f"{name}.{key}", "adapters on experts cannot be spread")
+            raise CannotParallelize(f"{name}.{key}", "adapters on experts cannot be spread")
         if parameter.ndim < 2 or parameter.shape[0] % total:
-            raise Refused(f"{name}.{key}", f"has {list(parameter.shape)}, which is not one part for each expert")
+            raise CannotParallelize(
+                f"{name}.{key}", f"has {list(parameter.shape)}, which is not one part for each expert"
+            )
 
 
 def _divide(module: Any, mesh: DeviceMesh, spread: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -1,6 +1,6 @@
 """Rows travel to the ranks that hold their experts, and back: two all-to-alls each way, one look of the host at counts.
 
-Whoever has rows with an expert's number each makes an `Exchange`, sends them `out`, computes what came in with the
+Whoever has rows with an expert's number each makes an `TokenExchange`, sends them `out`, computes what came in with the
 experts that live here, and brings the results `back` into the places that the rows came from.
 """
 
@@ -49,7 +49,7 @@ class _Take(torch.autograd.Function):
         return spread.view(count, ctx.copies, width).sum(1), None, None
 
 
-class Exchange:
+class TokenExchange:
     """Where each row of a batch goes, by the number of its expert; the experts lie in equal shares on the ranks.
 
     A number beyond the last expert means that no expert is asked: its row stays, and zeros come back in its place.

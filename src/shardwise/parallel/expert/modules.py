@@ -18,20 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.nn.adapters.quantized_experts import is_experts
-from shardwise.nn.tiny.case import Refused
-from shardwise.parallel.expert.exchange import Exchange
+from shardwise.nn.tiny.case import CannotParallelize
+from shardwise.parallel.expert.exchange import TokenExchange
 from shardwise.parallel.tensor.local import to_whole
 
 
-class SpreadExperts(nn.Module):
+class ShardedExperts(nn.Module):
     """What a stack of experts on several ranks is besides its own class."""
 
     total_experts: int
     expert_mesh: DeviceMesh
     gradient_scale: float
 
-    def _exchange(self, experts: torch.Tensor) -> Exchange:
-        return Exchange(experts, self.total_experts, self.expert_mesh.get_group())
+    def _exchange(self, experts: torch.Tensor) -> TokenExchange:
+        return TokenExchange(experts, self.total_experts, self.expert_mesh.get_group())
 
     @contextmanager
     def _as_local(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -56,7 +56,7 @@ class SpreadExperts(nn.Module):
                 owner.__dict__.pop(name, None)
 
 
-class RoutedExperts(SpreadExperts):
+class RoutedExperts(ShardedExperts):
     """Called with every token, the numbers of its experts and their weights: nearly all models."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -92,7 +92,7 @@ class RoutedExperts(SpreadExperts):
             return computed.view(rows.shape)
 
 
-class SortedExperts(SpreadExperts):
+class SortedExperts(ShardedExperts):
     """Called with rows that are sorted by expert, and how many each one has: jetmoe, aria."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -109,7 +109,7 @@ class SortedExperts(SpreadExperts):
         return exchange.back(torch.empty_like(computed).index_copy(0, order, computed))
 
 
-class EveryExpert(SpreadExperts):
+class EveryExpert(ShardedExperts):
     """Called with a row for every expert and token, zeros where the expert was not chosen: llama4."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -130,7 +130,7 @@ class EveryExpert(SpreadExperts):
         return exchange.back(torch.empty_like(computed).index_copy(0, order, computed))
 
 
-def style_of(module: nn.Module) -> type[SpreadExperts] | None:
+def style_of(module: nn.Module) -> type[ShardedExperts] | None:
     """How a stack of experts is called, if it is one: by what transformers publish of it, else by its signature."""
     if is_experts(module):
         return RoutedExperts
@@ -160,4 +160,4 @@ def _connected(rows: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Te
 
 def _refuse_replicas(module: nn.Module, rows: torch.Tensor) -> None:
     if isinstance(rows, DTensor):
-        raise Refused("", f"{type(module).__name__} cannot share out the tokens of tensor parallelism")
+        raise CannotParallelize("", f"{type(module).__name__} cannot share out the tokens of tensor parallelism")

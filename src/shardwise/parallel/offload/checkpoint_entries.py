@@ -13,10 +13,10 @@ from shardwise.optim.codecs import columns, part_name
 from shardwise.optim.shards import local_of
 from shardwise.optim.split_master import join, split_
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
-from shardwise.parallel.offload.parameters import Shelf
-from shardwise.parallel.offload.pieces import Piece, Segment, at, overlaps
+from shardwise.parallel.offload.parameters import ParameterOffload
+from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment, at, overlaps
 
-Segments = list[tuple[Piece, Segment]]
+Segments = list[tuple[OffloadPiece, ShardSegment]]
 JOINED = 4 << 20  # elements of a split master that are put together at a time: the device may be full
 
 
@@ -49,7 +49,7 @@ def masters(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> di
     return found
 
 
-def _frozen(shelf: Shelf, parameter: nn.Parameter) -> Rows:
+def _frozen(shelf: ParameterOffload, parameter: nn.Parameter) -> Rows:
     """A parameter that is off the device and that no optimizer knows."""
 
     def write(start: int, rows: torch.Tensor) -> None:

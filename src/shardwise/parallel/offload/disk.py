@@ -29,7 +29,7 @@ THREADS = 8
 
 
 @dataclass(frozen=True)
-class Transfer:
+class DiskTransfer:
     """A read or write under way."""
 
     parts: tuple[Future[None], ...]
@@ -71,12 +71,12 @@ class DiskFile:
         if self.size:
             os.posix_fallocate(self._file, 0, self.size)  # a full disk is found here, before the first step
 
-    def read(self, offset: int, into: torch.Tensor) -> Transfer:
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
         """Starts to fill a page-aligned buffer; the transfer ends when it is full."""
         self.bytes_read += into.numel()
         return self._each_part(os.preadv, offset, into)
 
-    def write(self, offset: int, source: torch.Tensor, after: Any = None) -> Transfer:
+    def write(self, offset: int, source: torch.Tensor, after: Any = None) -> DiskTransfer:
         """Starts to write a page-aligned buffer, once `after` (a CUDA event) has happened."""
         self.bytes_written += source.numel()
         return self._each_part(os.pwritev, offset, source, after)
@@ -94,9 +94,9 @@ class DiskFile:
         """Closes and removes the file: it means nothing without this process."""
         self._closed()
 
-    def _each_part(self, call: Any, offset: int, buffer: torch.Tensor, after: Any = None) -> Transfer:
+    def _each_part(self, call: Any, offset: int, buffer: torch.Tensor, after: Any = None) -> DiskTransfer:
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        return Transfer(
+        return DiskTransfer(
             tuple(
                 self._pool.submit(self._transfer, call, offset + at, memory[at : at + PART], after)
                 for at in range(0, len(memory), PART)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
-from shardwise.parallel.offload.disk import DiskFolder, Transfer
+from shardwise.parallel.offload.disk import DiskFolder, DiskTransfer
 from shardwise.parallel.offload.paging import Region
-from shardwise.parallel.offload.pieces import Piece, Segment
+from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment
 from shardwise.parallel.offload.pinned_memory import aligned, host_buffer, host_buffers
 from shardwise.parallel.zero.stages import ShardedModel
 
@@ -59,21 +59,21 @@ def _sharded_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-class GradientShelf:
+class GradientOffloadBuffer:
     """Gradients in host memory or in a file, summed over micro-batches, with their norms."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device, disk: DiskFolder | None) -> None:
+    def __init__(self, pieces: Sequence[OffloadPiece], device: torch.device, disk: DiskFolder | None) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.seen: set[nn.Parameter] = set()  # parameters that have a gradient in this step
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
         segments = [s for p in pieces for s in p.segments]
-        self._segments: dict[nn.Parameter, list[Segment]] = {}
+        self._segments: dict[nn.Parameter, list[ShardSegment]] = {}
         for segment in segments:
             self._segments.setdefault(segment.parameter, []).append(segment)
         sizes = [4 * s.shape.numel() for s in segments]
         self._regions: dict[int, Region] = {}
-        self._ring: list[tuple[torch.Tensor, list[Transfer]]] = []
+        self._ring: list[tuple[torch.Tensor, list[DiskTransfer]]] = []
         if disk is None:
             buffers = host_buffers(sizes, device)
             self._regions = {id(s): Region(b.numel(), b, changes=False) for s, b in zip(segments, buffers, strict=True)}
@@ -91,7 +91,7 @@ class GradientShelf:
             b.numel() for b, _ in self._ring
         )
 
-    def region(self, segment: Segment) -> Region:
+    def region(self, segment: ShardSegment) -> Region:
         """Where a segment's gradient lies."""
         return self._regions[id(segment)]
 
@@ -171,7 +171,7 @@ class GradientShelf:
         return rows
 
 
-def _wait(writes: list[Transfer]) -> None:
+def _wait(writes: list[DiskTransfer]) -> None:
     for write in writes:
         write.wait()
     writes.clear()

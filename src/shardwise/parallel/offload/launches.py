@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.optim.codecs import FP32
 from shardwise.optim.shards import local_of
-from shardwise.parallel.offload.pieces import Piece, Segment
+from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment
 
 SEVERAL = 4  # fewer are launched one by one
 KINDS = (torch.bfloat16, torch.float32)  # of gradients
@@ -20,14 +20,14 @@ KINDS = (torch.bfloat16, torch.float32)  # of gradients
 class Launch:
     """Segments of one group of parameters, their gradients, and where in the blob their states lie."""
 
-    segments: list[Segment]
+    segments: list[ShardSegment]
     gradients: list[torch.Tensor]
     layout: torch.Tensor
 
 
 def by_launch(
-    piece: Piece, gradient: Callable[[nn.Parameter], torch.Tensor | None], blob: torch.Tensor
-) -> tuple[list[Launch], list[Segment]]:
+    piece: OffloadPiece, gradient: Callable[[nn.Parameter], torch.Tensor | None], blob: torch.Tensor
+) -> tuple[list[Launch], list[ShardSegment]]:
     """Launches for a piece whose states are fp32 beside split masters, and the segments that none of them has."""
     if not blob.is_cuda or len(piece.segments) < SEVERAL:
         return [], piece.segments
@@ -51,7 +51,7 @@ def by_launch(
     return launches, [piece.segments[number] for number in sorted(left)]
 
 
-def _layout(segments: list[Segment]) -> torch.Tensor:
+def _layout(segments: list[ShardSegment]) -> torch.Tensor:
     """For each segment its elements, and where in the blob its low half and its moments begin."""
     rows = []
     for segment in segments:

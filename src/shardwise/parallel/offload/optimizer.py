@@ -26,18 +26,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.effective_device import is_host, kind_of
+from shardwise.core.effective_device import effective_device, is_host
 from shardwise.optim.codecs import FP32, Blockwise, Kind, mix
 from shardwise.optim.kernels.split_adamw import split_adamw, split_adamw_together
-from shardwise.optim.rules import RULES, Hyper, Rule
+from shardwise.optim.rules import RULES, Hyper, UpdateRule
 from shardwise.optim.shards import local_of
 from shardwise.optim.split_master import join, split_
 from shardwise.parallel.offload.disk import DiskFolder
-from shardwise.parallel.offload.gradients import GradientShelf, Take, take_gradients
+from shardwise.parallel.offload.gradients import GradientOffloadBuffer, Take, take_gradients
 from shardwise.parallel.offload.launches import by_launch
 from shardwise.parallel.offload.paging import Page, Pager, Region
-from shardwise.parallel.offload.parameters import Shelf
-from shardwise.parallel.offload.pieces import Piece, Segment, at, cut, lay_out
+from shardwise.parallel.offload.parameters import ParameterOffload
+from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment, at, cut, lay_out
 from shardwise.parallel.offload.pinned_memory import aligned, host_buffers
 from shardwise.parallel.zero.stages import ShardedModel
 
@@ -57,36 +57,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         order: Mapping[str, nn.Parameter],
-        rule: Rule,
+        rule: UpdateRule,
         kind: Kind,
         defaults: dict[str, Any],
         device: torch.device,
         ratio: float = 1.0,
         disk: DiskFolder | None = None,
         split: bool = False,
-        shelf: Shelf | None = None,
+        shelf: ParameterOffload | None = None,
         shelf_disk: DiskFolder | None = None,
         piece: int | None = None,
     ) -> None:
         super().__init__(groups, defaults)
         self.rule, self.device, self.split, self.shelf, self.steps = rule, device, split, shelf, 0
         self.names = {p: n for n, p in order.items()}
-        self.pieces = cut(order, self.param_groups, rule.states, kind, piece or PIECE[kind_of(device)])
-        self.of: dict[nn.Parameter, list[Piece]] = {}
+        self.pieces = cut(order, self.param_groups, rule.states, kind, piece or PIECE[effective_device(device)])
+        self.of: dict[nn.Parameter, list[OffloadPiece]] = {}
         for made in self.pieces:
             for parameter in dict.fromkeys(s.parameter for s in made.segments):
                 self.of.setdefault(parameter, []).append(made)
         self.resident = device if ratio == 0 and shelf is None else None  # where everything lies, if nothing is away
         self._house(ratio, disk)
-        self._shelved = GradientShelf(self.pieces, device, shelf_disk) if (
-            shelf is not None and (shelf_disk is not None or kind_of(device) == "cuda")) else None  # fmt: skip
+        self._shelved = GradientOffloadBuffer(self.pieces, device, shelf_disk) if (
+            shelf is not None and (shelf_disk is not None or effective_device(device) == "cuda")) else None  # fmt: skip
         if shelf is not None:
             for made in self.pieces:
                 self._add_shelved_regions(made, shelf)
         self.pager = Pager(device, [p.page for p in self.pieces])
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._order = list(self.pieces)  # in which pieces were last updated
-        self._left: dict[Piece, int] | None = None  # gradients that pieces still wait for, during an eager step
+        self._left: dict[OffloadPiece, int] | None = None  # gradients that pieces still wait for, during an eager step
         self._known: Take | None = None
 
     def _house(self, ratio: float, disk: DiskFolder | None) -> None:
@@ -109,7 +109,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             piece.page.regions.append(Region(size, file=file, offset=here))
             here += aligned(size)
 
-    def _add_shelved_regions(self, piece: Piece, shelf: Shelf) -> None:
+    def _add_shelved_regions(self, piece: OffloadPiece, shelf: ParameterOffload) -> None:
         """After the blob: for each segment its rows of the parameter and, if they are off the device, its gradient."""
         for segment in piece.segments:
             piece.page.regions.append(shelf.region(segment.parameter, segment.start, segment.stop))
@@ -124,7 +124,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for piece in self.pieces:
             buffer = piece.page.regions[0].buffer
             if buffer is not None:
-                result["host" if is_host(buffer) or kind_of(buffer) == "cpu" else "device"] += buffer.numel()
+                result["host" if is_host(buffer) or effective_device(buffer) == "cpu" else "device"] += buffer.numel()
         result["host"] += (self.shelf.held if self.shelf else 0) + (self._shelved.held if self._shelved else 0)
         return result
 
@@ -211,7 +211,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 del self._left[piece]
                 self._forget(piece)
 
-    def _forget(self, updated: Piece) -> None:
+    def _forget(self, updated: OffloadPiece) -> None:
         """Frees gradients that no piece waits for any more."""
         assert self._left is not None
         for parameter in {s.parameter for s in updated.segments}:
@@ -248,7 +248,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._shelved.settle()
         self.pager.begin(self._shelved.stream if self._shelved is not None else None)
 
-    def _update(self, piece: Piece, scale: torch.Tensor | None) -> None:
+    def _update(self, piece: OffloadPiece, scale: torch.Tensor | None) -> None:
         with self.pager.opened(piece.page) as regions:
             blob, rest = regions[0], iter(regions[1:])
             fused = self.shelf is None and self.split and self.rule is RULES["adamw"]
@@ -266,7 +266,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     rows = local_of(whole)[segment.start : segment.stop]
                     self._update_segment(segment, blob, high, rows, scale)
 
-    def _update_together(self, piece: Piece, blob: torch.Tensor, scale: torch.Tensor | None) -> list[Segment]:
+    def _update_together(
+        self, piece: OffloadPiece, blob: torch.Tensor, scale: torch.Tensor | None
+    ) -> list[ShardSegment]:
         """Updates what can be in one launch; returns the others."""
         together, left = by_launch(piece, self.gradient, blob)
         for launch in together:
@@ -276,16 +278,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             split_adamw_together(highs, blob, launch.layout, launch.gradients, scale, self._hyper(launch.segments[0]))
         return left
 
-    def _hyper(self, segment: Segment) -> Hyper:
+    def _hyper(self, segment: ShardSegment) -> Hyper:
         group = segment.group
         return Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps)
 
-    def _rows_of(self, segment: Segment) -> torch.Tensor:
+    def _rows_of(self, segment: ShardSegment) -> torch.Tensor:
         return local_of(segment.parameter)[segment.start : segment.stop]
 
     def _update_segment(
         self,
-        segment: Segment,
+        segment: ShardSegment,
         blob: torch.Tensor,
         high: torch.Tensor,
         gradient: torch.Tensor,
@@ -353,5 +355,5 @@ def _module(unit: FSDPModule) -> nn.Module:
     return unit
 
 
-def _as(region: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+def _as(region: torch.Tensor, segment: ShardSegment, dtype: torch.dtype) -> torch.Tensor:
     return region.view(dtype).view(segment.shape)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardwise.core.effective_device import is_host, stands_in
-from shardwise.parallel.offload.disk import DiskFile, Transfer
+from shardwise.parallel.offload.disk import DiskFile, DiskTransfer
 from shardwise.parallel.offload.pinned_memory import aligned, host_buffer
 
 DEPTH = 4  # buffers in a ring: one is filled, one worked on, one emptied, one to spare
@@ -47,7 +47,7 @@ class Page:
     regions: list[Region]
     done: Any = None  # a CUDA event: it is updated, on the device
     home: Any = None  # a CUDA event: its changes are in host memory
-    writes: list[Transfer] = field(default_factory=list)  # to its files, under way
+    writes: list[DiskTransfer] = field(default_factory=list)  # to its files, under way
 
     def settle(self) -> None:
         """Returns when its files are written."""
@@ -61,12 +61,12 @@ class Page:
 
 
 @dataclass
-class _Slot:
+class _PageSlot:
     """A buffer of a ring, and what must end before it can be used again."""
 
     buffer: torch.Tensor
     event: Any = None
-    reads: list[Transfer] = field(default_factory=list)
+    reads: list[DiskTransfer] = field(default_factory=list)
     page: Page | None = None  # what was read ahead into it
     written: Page | None = None  # what is written from it
 
@@ -79,8 +79,8 @@ class Pager:
         moving = [p for p in pages if any(not r.on(device) for r in p.regions)]
         filed = [p for p in pages if any(r.file is not None for r in p.regions)]
         largest = max((p.size for p in moving), default=0)
-        self._host = [_Slot(host_buffer(largest, device)) for _ in range(depth)] if filed else []
-        self._ring = [_Slot(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(depth)] if (
+        self._host = [_PageSlot(host_buffer(largest, device)) for _ in range(depth)] if filed else []
+        self._ring = [_PageSlot(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(depth)] if (
             (self.cuda or stands_in()) and moving) else []  # fmt: skip
         self._next_host = self._next_ring = 0
         self._ahead: list[Page] = []  # pages still to come, in the expected order
@@ -158,7 +158,7 @@ class Pager:
             if slot.written is not None:
                 slot.written.settle()
 
-    def _device_slot(self, page: Page) -> _Slot | None:
+    def _device_slot(self, page: Page) -> _PageSlot | None:
         if all(r.on(self.device) for r in page.regions):
             return None
         slot = self._ring[self._next_ring]
@@ -167,7 +167,7 @@ class Pager:
             self._in.wait_event(slot.event)
         return slot
 
-    def _file_slot(self, page: Page) -> _Slot | None:
+    def _file_slot(self, page: Page) -> _PageSlot | None:
         """The host buffer that holds the page's file regions, its reads ended."""
         if not any(r.file is not None for r in page.regions):
             return None
@@ -185,7 +185,7 @@ class Pager:
         if self._ahead:
             self._start_read(self._ahead.pop(0))
 
-    def _start_read(self, page: Page) -> _Slot:
+    def _start_read(self, page: Page) -> _PageSlot:
         slot = self._host[self._next_host]
         self._next_host = (self._next_host + 1) % len(self._host)
         for transfer in slot.reads:  # it was read ahead for a page that did not come
@@ -202,7 +202,7 @@ class Pager:
         ]  # fmt: skip
         return slot
 
-    def _write(self, page: Page, host: _Slot | None, after: Any) -> None:
+    def _write(self, page: Page, host: _PageSlot | None, after: Any) -> None:
         if host is None:
             return
         host.event, host.written = after, page
@@ -211,7 +211,7 @@ class Pager:
             for i, r in enumerate(page.regions) if r.file is not None and r.changes
         ]  # fmt: skip
 
-    def _part(self, slot: _Slot | None, page: Page, index: int, whole: bool = False) -> torch.Tensor:
+    def _part(self, slot: _PageSlot | None, page: Page, index: int, whole: bool = False) -> torch.Tensor:
         assert slot is not None
         start = sum(aligned(r.size) for r in page.regions[:index])
         size = page.regions[index].size

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.optim.shards import local_of
-from shardwise.parallel.offload.disk import DiskFile, DiskFolder, Transfer
+from shardwise.parallel.offload.disk import DiskFile, DiskFolder, DiskTransfer
 from shardwise.parallel.offload.paging import Page, Region
 from shardwise.parallel.offload.pinned_memory import aligned, host_buffer, host_buffers
 from shardwise.parallel.zero.stages import parameter_groups
@@ -26,7 +26,7 @@ AHEAD = 2  # units fetched before they are asked for
 
 
 @dataclass
-class Shelved:
+class OffloadedShard:
     """One parameter's shard: its place in the unit's blob, and its shape there (padded as FSDP gathers it) and here."""
 
     parameter: nn.Parameter
@@ -40,35 +40,35 @@ class Shelved:
 
 
 @dataclass(eq=False)
-class Unit:
+class OffloadUnit:
     """A unit's blob, and what changes it."""
 
-    shards: list[Shelved]
+    shards: list[OffloadedShard]
     home: Region
     pages: list[Page] = field(default_factory=list)
     served: int = 0  # parameters handed out since it was last fetched
     blob: torch.Tensor | None = None  # on the device, being handed out
     fetched: Any = None  # an event, on CUDA
-    reading: Transfer | None = None
+    reading: DiskTransfer | None = None
     turn: int = -1  # which buffer of the ring it is read into
 
 
-class Shelf:
+class ParameterOffload:
     """Holds the shards of all units; made after `stub_out`, before the model is filled."""
 
     def __init__(self, units: Sequence[FSDPModule], device: torch.device, disk: DiskFolder | None) -> None:
         self.device, self.cuda = device, device.type == "cuda"
-        self.units: list[Unit] = []
-        self._of: dict[nn.Parameter, tuple[Unit, Shelved]] = {}
+        self.units: list[OffloadUnit] = []
+        self._of: dict[nn.Parameter, tuple[OffloadUnit, OffloadedShard]] = {}
         groups = [g for g in ([p for n in parameter_groups(u) for p in n.fsdp_params] for u in units) if g]
         for group in groups:
             shards, at = [], 0
             for fsdp in group:
                 parameter = fsdp.sharded_param
                 shape = tuple(local_of(parameter).shape)
-                shards.append(Shelved(parameter, at, tuple(fsdp.padded_sharded_param_size), shape))
+                shards.append(OffloadedShard(parameter, at, tuple(fsdp.padded_sharded_param_size), shape))
                 at += aligned(shards[-1].size)
-            unit = Unit(shards, Region(at))
+            unit = OffloadUnit(shards, Region(at))
             self.units.append(unit)
             self._of |= {s.parameter: (unit, s) for s in shards}
             for fsdp, shard in zip(group, shards, strict=True):
@@ -87,9 +87,12 @@ class Shelf:
         self._ring = [host_buffer(max(sizes), device) for _ in range(staging)]
         self._busy: list[Any] = [None] * staging  # events of copies out of the ring
         self._turn = 0
-        self._in_ring: list[Unit | None] = [None] * staging
-        self._orders: dict[bool, list[Unit]] = {True: [], False: []}  # of the last step, and of the last evaluation
-        self._seen: list[Unit] = []  # in this one
+        self._in_ring: list[OffloadUnit | None] = [None] * staging
+        self._orders: dict[bool, list[OffloadUnit]] = {
+            True: [],
+            False: [],
+        }  # of the last step, and of the last evaluation
+        self._seen: list[OffloadUnit] = []  # in this one
         self._training = True
         self._stream = torch.cuda.Stream(device) if self.cuda else None
 
@@ -129,13 +132,13 @@ class Shelf:
         if (file := self.units[0].home.file) is not None:
             file.flush()
 
-    def _home(self, unit: Unit) -> torch.Tensor:
+    def _home(self, unit: OffloadUnit) -> torch.Tensor:
         if unit.home.buffer is not None:
             return unit.home.buffer
         assert unit.home.file is not None
         return unit.home.file.mapped(unit.home.offset, unit.home.size)
 
-    def _stand_in(self, fsdp: Any, unit: Unit, shard: Shelved) -> None:
+    def _stand_in(self, fsdp: Any, unit: OffloadUnit, shard: OffloadedShard) -> None:
         """Lets FSDP ask us for this parameter's shard."""
         parameter = fsdp.sharded_param
         stub: Any = torch.empty(1, dtype=parameter.dtype, device=self.device).expand(shard.shape)
@@ -152,7 +155,7 @@ class Shelf:
         fsdp._sharded_param_data = stub.as_strided((torch.Size(shard.padded).numel(),), (0,))
         fsdp._init_extensions()
 
-    def _ask(self, unit: Unit, shard: Shelved, dtype: torch.dtype) -> torch.Tensor:
+    def _ask(self, unit: OffloadUnit, shard: OffloadedShard, dtype: torch.dtype) -> torch.Tensor:
         if unit.served == 0:
             self._arrive(unit)
         unit.served += 1
@@ -162,7 +165,7 @@ class Shelf:
             self._drop(unit)
         return data.to(dtype) if data.is_floating_point() else data
 
-    def _arrive(self, unit: Unit) -> None:
+    def _arrive(self, unit: OffloadUnit) -> None:
         """Waits for a unit, and starts to fetch those that come after it."""
         if not self._seen:
             self._training = torch.is_grad_enabled()
@@ -186,7 +189,7 @@ class Shelf:
                 if following.blob is None:
                     self._fetch(following)
 
-    def _fetch(self, unit: Unit) -> None:
+    def _fetch(self, unit: OffloadUnit) -> None:
         """Starts to bring a unit to the device; on a CPU with states in host memory there is nothing to do."""
         for page in unit.pages:
             page.settle()
@@ -202,7 +205,7 @@ class Shelf:
                 self._stream.wait_event(page.home)
         self._copy_in(unit, unit.home.buffer)
 
-    def _read(self, file: DiskFile, unit: Unit) -> None:
+    def _read(self, file: DiskFile, unit: OffloadUnit) -> None:
         turn, self._turn = self._turn, (self._turn + 1) % len(self._ring)
         if self._busy[turn] is not None:
             self._busy[turn].synchronize()
@@ -212,13 +215,13 @@ class Shelf:
         unit.blob, unit.turn = self._ring[turn][: unit.home.size], turn
         unit.reading = file.read(unit.home.offset, unit.blob)
 
-    def _copy_in(self, unit: Unit, source: torch.Tensor) -> None:
+    def _copy_in(self, unit: OffloadUnit, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
             unit.blob = torch.empty(unit.home.size, dtype=torch.uint8, device=self.device)
             unit.blob.copy_(source, non_blocking=True)
             unit.fetched = self._stream.record_event()  # type: ignore[union-attr]
 
-    def _drop(self, unit: Unit) -> None:
+    def _drop(self, unit: OffloadUnit) -> None:
         if unit.reading is not None:
             unit.reading.wait()
         unit.served, unit.blob, unit.fetched, unit.reading, unit.turn = 0, None, None, None, -1

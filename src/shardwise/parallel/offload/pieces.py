@@ -23,7 +23,7 @@ Place = tuple[int, tuple[int, ...], torch.dtype]  # offset in a blob, shape, typ
 
 
 @dataclass
-class Segment:
+class ShardSegment:
     """Rows of one parameter's shard, and where their states lie in the piece's blob."""
 
     name: str
@@ -44,10 +44,10 @@ class Segment:
 
 
 @dataclass(eq=False)
-class Piece:
+class OffloadPiece:
     """Segments that are updated together; the page's first region is their blob."""
 
-    segments: list[Segment]
+    segments: list[ShardSegment]
     page: Page
     eager: bool = False
     layouts: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # for launches, see together.py
@@ -67,10 +67,10 @@ class Piece:
 
 def cut(
     order: Mapping[str, nn.Parameter], groups: list[dict[str, Any]], states: Sequence[str], kind: Kind, limit: int
-) -> list[Piece]:
+) -> list[OffloadPiece]:
     """Pieces of at most `limit` elements (or a few rows) of the parameters in this order."""
     group_of = {p: g for g in groups for p in g["params"]}
-    pieces: list[Piece] = []
+    pieces: list[OffloadPiece] = []
     room = 0
     for name, parameter in order.items():
         if parameter not in group_of:
@@ -85,15 +85,15 @@ def cut(
             stop = min(start + step, shape[0])
             size = torch.Size((stop - start, *shape[1:]))
             if room < size.numel() or not pieces:
-                pieces.append(Piece([], Page([])))
+                pieces.append(OffloadPiece([], Page([])))
                 room = limit
-            segment = Segment(name, parameter, group_of[parameter], first, start, stop, size, codecs)
+            segment = ShardSegment(name, parameter, group_of[parameter], first, start, stop, size, codecs)
             pieces[-1].segments.append(segment)
             room -= size.numel()
     return pieces
 
 
-def lay_out(piece: Piece, states: Sequence[str], split: bool) -> int:
+def lay_out(piece: OffloadPiece, states: Sequence[str], split: bool) -> int:
     """Gives every part of every state its place in the blob; returns the blob's size."""
     at = 0
 
@@ -119,8 +119,8 @@ def at(blob: torch.Tensor, place: Place | None) -> torch.Tensor:
 
 
 def overlaps(
-    segments: list[tuple[Piece, Segment]], start: int, rows: torch.Tensor
-) -> Iterator[tuple[Piece, Segment, slice, slice]]:
+    segments: list[tuple[OffloadPiece, ShardSegment]], start: int, rows: torch.Tensor
+) -> Iterator[tuple[OffloadPiece, ShardSegment, slice, slice]]:
     """The segments that rows from `start` on fall into: which rows of the segment, and which of those given."""
     stop = start + len(rows)
     for piece, segment in segments:

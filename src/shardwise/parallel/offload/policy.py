@@ -19,7 +19,7 @@ from shardwise.optim.shards import local_of
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import PIECE, OffloadedOptimizer
 from shardwise.parallel.offload.paging import DEPTH
-from shardwise.parallel.offload.parameters import Shelf
+from shardwise.parallel.offload.parameters import ParameterOffload
 from shardwise.parallel.zero.accounting import predicted_bytes
 from shardwise.parallel.zero.plusplus import Float8Gathers, held_besides
 from shardwise.parallel.zero.stages import ShardedModel
@@ -93,7 +93,7 @@ def offload_optimizer(
         say(f"offload.ratio: auto → {ratio:.2f} of the optimizer's states leave the device")
     offload = run.offload
     on_disk = disk if offload.parameters == "disk" else None
-    shelf = Shelf(sharded.units, device, on_disk) if offload.parameters != "none" else None
+    shelf = ParameterOffload(sharded.units, device, on_disk) if offload.parameters != "none" else None
     if shelf is not None:
         sharded.on_update.append(shelf.renew)
     groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
@@ -121,7 +121,7 @@ def offload_given(
     shelf = None
     if offload.parameters != "none":
         values = {p: local_of(p).clone() for p in sharded.model.parameters()}  # frozen ones are stubbed too
-        shelf = Shelf(sharded.units, device, on_disk)
+        shelf = ParameterOffload(sharded.units, device, on_disk)
         for parameter, value in values.items():
             shelf.view(parameter).copy_(value)
         sharded.on_update.append(shelf.renew)

@@ -4,13 +4,23 @@ facts.py watches a tiny model of the same class, cut.py divides the large one, s
 schedule.py says what is done when, and run.py does it.
 """
 
-from shardwise.parallel.pipeline.cut import Cut, Facts, cut_model
+from shardwise.parallel.pipeline.cut import Cut, StageFacts, cut_model
 from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.run import Pipeline
-from shardwise.parallel.pipeline.schedule import Schedule, Span, bubble, picture
-from shardwise.parallel.pipeline.stage import Boundary, Stages, Stopped
+from shardwise.parallel.pipeline.schedule import ActionSpan, Schedule, bubble, picture
+from shardwise.parallel.pipeline.stage import Boundary, NoOutputHere, Stages
 
 __all__ = [
-    "Boundary", "Cut", "Facts", "Pipeline", "Schedule", "Span", "Stages", "Stopped",
-    "bubble", "cut_model", "picture", "probe",
+    "ActionSpan",
+    "Boundary",
+    "Cut",
+    "NoOutputHere",
+    "Pipeline",
+    "Schedule",
+    "StageFacts",
+    "Stages",
+    "bubble",
+    "cut_model",
+    "picture",
+    "probe",
 ]  # fmt: skip

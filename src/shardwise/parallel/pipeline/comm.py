@@ -20,21 +20,21 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.distributed.shared_gpu import goes_by_host
 from shardwise.parallel.pipeline.schedule import Orders
-from shardwise.parallel.pipeline.stage import Layout, Port
+from shardwise.parallel.pipeline.stage import ShardLayout, StageInput
 
 Way = Literal["forward", "backward"]
 Message = tuple[Way, int, int]  # which way, the chunk it is for, the micro-batch
 
 
 @dataclass(frozen=True)
-class Links:
+class StageLinks:
     """Groups of one pipeline: for messages, by way and whether to a higher rank; and for sums, by the ranks in them."""
 
     messages: dict[tuple[Way, bool], dist.ProcessGroup]
     sums: dict[tuple[int, ...], dist.ProcessGroup]
 
 
-def make_links(group: dist.ProcessGroup, sums: Sequence[tuple[int, ...]] = ()) -> Links:
+def make_links(group: dist.ProcessGroup, sums: Sequence[tuple[int, ...]] = ()) -> StageLinks:
     """Makes the groups of all pipelines of the run: every rank calls it with its own and the same `sums`."""
     mine = tuple(dist.get_process_group_ranks(group))
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -53,7 +53,7 @@ def make_links(group: dist.ProcessGroup, sums: Sequence[tuple[int, ...]] = ()) -
             made = dist.new_group([ranks[i] for i in members], backend=backend)
             if ranks == mine:
                 summing[members] = made
-    return Links(messages, summing)
+    return StageLinks(messages, summing)
 
 
 def shapes_of(value: Any) -> Hashable:
@@ -69,7 +69,7 @@ def shapes_of(value: Any) -> Hashable:
     return value is None
 
 
-def encode_ports(ports: tuple[Port, ...]) -> bytes:
+def encode_ports(ports: tuple[StageInput, ...]) -> bytes:
     """As JSON: what comes from another process is data and no pickle, which could run code."""
     told = []
     for port in ports:
@@ -82,7 +82,7 @@ def encode_ports(ports: tuple[Port, ...]) -> bytes:
     return json.dumps(told).encode()
 
 
-def decode_ports(data: bytes) -> tuple[Port, ...]:
+def decode_ports(data: bytes) -> tuple[StageInput, ...]:
     """What `encode_ports` wrote."""
     found = []
     for (argument, which), shape, name, grad, layout in json.loads(data):
@@ -91,22 +91,22 @@ def decode_ports(data: bytes) -> tuple[Port, ...]:
         if layout is not None:
             axes, dims, whole, stride = layout
             placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-            known = Layout(tuple(axes), placements, tuple(whole), tuple(stride))
-        found.append(Port((argument, which), tuple(shape), dtype, grad, known))
+            known = ShardLayout(tuple(axes), placements, tuple(whole), tuple(stride))
+        found.append(StageInput((argument, which), tuple(shape), dtype, grad, known))
     return tuple(found)
 
 
-class Mail:
+class StageComm:
     """The messages of one step of one rank. `known` outlives it: what passes at a boundary for micro-batches alike."""
 
     def __init__(
         self,
-        links: Links,
+        links: StageLinks,
         rank: int,
         owners: Sequence[int],
         orders: Orders,
         keys: Sequence[Hashable],
-        known: dict[Hashable, tuple[Port, ...]],
+        known: dict[Hashable, tuple[StageInput, ...]],
         device: torch.device,
     ) -> None:
         self._links, self._rank, self._owners, self._device = links, rank, owners, device
@@ -115,11 +115,11 @@ class Mail:
             (way, peer): deque(_sent(way, orders[peer], owners, peer, rank))
             for way in ("forward", "backward") for peer in range(len(orders)) if peer != rank
         }  # fmt: skip
-        self._arriving: dict[Message, tuple[tuple[Port, ...], list[torch.Tensor], list[Any]]] = {}
+        self._arriving: dict[Message, tuple[tuple[StageInput, ...], list[torch.Tensor], list[Any]]] = {}
         self._sending: list[tuple[Message, Any, torch.Tensor]] = []
-        self._back: dict[tuple[int, int], tuple[Port, ...]] = {}  # gradients that are to come
+        self._back: dict[tuple[int, int], tuple[StageInput, ...]] = {}  # gradients that are to come
 
-    def send(self, chunk: int, micro: int, ports: tuple[Port, ...], tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, chunk: int, micro: int, ports: tuple[StageInput, ...], tensors: Sequence[torch.Tensor]) -> None:
         """What a chunk needs for a micro-batch, to its owner."""
         message: Message = ("forward", chunk, micro)
         key = self._key(chunk, micro)
@@ -139,7 +139,7 @@ class Mail:
         for gradient in gradients:
             self._post(("backward", chunk, micro), gradient.detach())
 
-    def receive(self, way: Way, chunk: int, micro: int) -> tuple[tuple[Port, ...], list[torch.Tensor]]:
+    def receive(self, way: Way, chunk: int, micro: int) -> tuple[tuple[StageInput, ...], list[torch.Tensor]]:
         """What was sent for a chunk and a micro-batch; waits for it."""
         source = self._owners[chunk - 1 if way == "forward" else chunk + 1]
         message = (way, chunk, micro)
@@ -204,7 +204,7 @@ class Mail:
         known = self._key(chunk, micro) in self._known if way == "forward" else (chunk, micro) in self._back
         return free and known
 
-    def _ports(self, chunk: int, micro: int, source: int) -> tuple[Port, ...]:
+    def _ports(self, chunk: int, micro: int, source: int) -> tuple[StageInput, ...]:
         key = self._key(chunk, micro)
         if key not in self._known:
             length, work = self._take("forward", source, [1], torch.int64)

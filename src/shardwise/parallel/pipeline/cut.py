@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.nn.models.build import find_blocks
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 
 Place = tuple[int | str, int]  # a tensor among the arguments of a call: the argument, and which tensor within it
 
@@ -50,7 +50,7 @@ class Like:
 
 
 @dataclass(frozen=True)
-class Shape:
+class OutputShape:
     """A tensor that a block returns in a shape of its own."""
 
     sizes: tuple[int, ...]
@@ -80,7 +80,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Facts:
+class StageFacts:
     """Of a tiny model: its blocks, and as they run; the names of its parameters outside of the blocks that run; and why
     it cannot be cut before a run ("" if it can), which is tried when it is asked for."""
 
@@ -119,12 +119,12 @@ class Cut:
         return True
 
 
-def cut_model(model: nn.Module, facts: Facts, stages: int, weights: Mapping[str, float] | None = None) -> Cut:
+def cut_model(model: nn.Module, facts: StageFacts, stages: int, weights: Mapping[str, float] | None = None) -> Cut:
     """Divides a model into as many chunks, as evenly as may be by the weights of its blocks (default: parameters)."""
     blocks = dict(find_blocks(model))
     calls, like = _stretch(facts, list(blocks))
     if len(calls) < stages:
-        raise Refused("", f"{len(calls)} blocks cannot be divided among {stages} stages")
+        raise CannotParallelize("", f"{len(calls)} blocks cannot be divided among {stages} stages")
     size = weights or sizes_of(model)
     sizes = [size[call.block] for call in calls]
     faults: list[str] = []
@@ -137,7 +137,7 @@ def cut_model(model: nn.Module, facts: Facts, stages: int, weights: Mapping[str,
                     faults.append(f"{calls[begin].block}: {fault}")
             if all(allowed[begin] for begin, _ in ranges):
                 return Cut(tuple(calls), ranges, facts.outside, into)
-    raise Refused("", faults[0])
+    raise CannotParallelize("", faults[0])
 
 
 def sizes_of(model: nn.Module) -> dict[str, float]:
@@ -167,14 +167,16 @@ def balance(weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()) 
     return tuple(itertools.pairwise((*begins, len(weights))))
 
 
-def _stretch(facts: Facts, names: Sequence[str]) -> tuple[list[Call], list[list[int]]]:
+def _stretch(facts: StageFacts, names: Sequence[str]) -> tuple[list[Call], list[list[int]]]:
     """The calls of a model with these blocks, and the tiny ones before which a cut is like one before each."""
     calls = facts.calls
     if facts.blocks == tuple(names):
         return list(calls), [[i] for i in range(len(calls))]
     called = {call.block for call in calls}
     if len(called) < len(calls):
-        raise Refused(calls[0].block, "it runs several times in a forward, how often in the large model is not known")
+        raise CannotParallelize(
+            calls[0].block, "it runs several times in a forward, how often in the large model is not known"
+        )
     numbered = {name for name in facts.outside if re.search(r"\.\d+(\.|$)", name)}  # lists that are as long as stacks
     stretched: list[Call] = []
     like: list[list[int]] = []
@@ -182,14 +184,14 @@ def _stretch(facts: Facts, names: Sequence[str]) -> tuple[list[Call], list[list[
         tiny = list(places)
         wanted = [name for name in names if _stack(name) == stack]
         if len(tiny) < 2 < len(wanted):
-            raise Refused(stack, "a small model of this class has but one block, which shows too little")
+            raise CannotParallelize(stack, "a small model of this class has but one block, which shows too little")
         for i, name in enumerate(wanted):
             like.append(tiny[1:] if i else tiny[:1])
             call = _merged([calls[j] for j in _like(i, len(wanted), tiny)], [calls[j] for j in like[-1]])
             stretched.append(replace(call, block=name, lives=call.lives | numbered))
     idle = {_stack(call.block) for call in calls} & {_stack(name) for name in facts.blocks if name not in called}
     if idle or not stretched:
-        raise Refused("", "the blocks of a small model of this class do not correspond to its own")
+        raise CannotParallelize("", "the blocks of a small model of this class do not correspond to its own")
     return stretched, like
 
 

@@ -20,15 +20,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from shardwise.nn.models.build import find_blocks
-from shardwise.nn.tiny.case import Answer, Case, Refused, gradients_of, judge
-from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Facts, Like, Output, Place, Shape
+from shardwise.nn.tiny.case import CannotParallelize, LossAndGradients, TinyCase, gradients_of, judge
+from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, Output, OutputShape, Place, StageFacts
 from shardwise.parallel.pipeline.schedule import Schedule
-from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
+from shardwise.parallel.pipeline.stage import Passed, StageIO, Stages
 
 ROWS, WIDTH = 2, 12
 
 
-def probe(case: Case) -> Facts:
+def probe(case: TinyCase) -> StageFacts:
     """What is true of how models of a class can be cut; takes about a second."""
     model, case = _deep(case)
     facts = _find_lives(copy.deepcopy(model), _watch(copy.deepcopy(model), case), case)
@@ -36,7 +36,7 @@ def probe(case: Case) -> Facts:
     return replace(facts, fault=functools.cache(functools.partial(_fault, model, facts, case, wanted)))
 
 
-def _deep(case: Case) -> tuple[Any, Case]:
+def _deep(case: TinyCase) -> tuple[Any, TinyCase]:
     """The model, if possible with stacks in which there is a middle."""
     config = copy.deepcopy(case.config)
     for name in ("encoder_layers", "num_encoder_layers"):
@@ -49,7 +49,7 @@ def _deep(case: Case) -> tuple[Any, Case]:
         return case.model(), case
 
 
-def _loss(model: Any, case: Case) -> torch.Tensor:
+def _loss(model: Any, case: TinyCase) -> torch.Tensor:
     """Something that every logit has a different part in."""
     logits = model(**case.inputs(ROWS, WIDTH), use_cache=False).logits
     weights = torch.arange(logits.numel(), dtype=logits.dtype).cos().view_as(logits)
@@ -57,25 +57,27 @@ def _loss(model: Any, case: Case) -> torch.Tensor:
     return loss
 
 
-def _whole(model: Any, case: Case) -> Answer:
+def _whole(model: Any, case: TinyCase) -> LossAndGradients:
     loss = _loss(model, case)
     loss.backward()  # type: ignore[no-untyped-call]
-    return Answer(loss.item(), gradients_of(model))
+    return LossAndGradients(loss.item(), gradients_of(model))
 
 
-def _watch(model: nn.Module, case: Case) -> Facts:
+def _watch(model: nn.Module, case: TinyCase) -> StageFacts:
     blocks = find_blocks(model)
     if not blocks:
-        raise Refused("", "no repeated blocks are found in it")
+        raise CannotParallelize("", "no repeated blocks are found in it")
     calls: list[Call] = []
     with _hooks(blocks, calls):
         _loss(model, case)
     if not calls:
-        raise Refused(blocks[0][0], "its code runs without the module being called, so it cannot be intercepted")
+        raise CannotParallelize(
+            blocks[0][0], "its code runs without the module being called, so it cannot be intercepted"
+        )
     called = tuple({call.block for call in calls})
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     outside = frozenset(n for n in names if not n.startswith(tuple(f"{block}." for block in called)))
-    return Facts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda at, into: "")
+    return StageFacts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda at, into: "")
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def _call(name: str, arguments: Arguments, output: Any, made: Mapping[int, torch
     tensors = {p: x for p, x in arguments.leaves.items() if isinstance(x, torch.Tensor)}
     takes = {p: x for p, x in tensors.items() if x.requires_grad or id(x) in made}
     if not takes:
-        raise Refused(name, "none of its arguments comes from the blocks before it")
+        raise CannotParallelize(name, "none of its arguments comes from the blocks before it")
     free: dict[Place, torch.Size] = {place: x.shape for place, x in takes.items()}
     leaves, spec = tree_flatten(output)
     found: list[Any] = []
@@ -112,11 +114,11 @@ def _call(name: str, arguments: Arguments, output: Any, made: Mapping[int, torch
             found.append(Like(place))
             del free[place]
         else:
-            found.append(Shape(tuple(leaf.shape)))
+            found.append(OutputShape(tuple(leaf.shape)))
     return Call(name, tuple(takes), Output(spec, tuple(found), tuple(next(iter(takes.values())).shape)))
 
 
-def _find_lives(model: nn.Module, facts: Facts, case: Case) -> Facts:
+def _find_lives(model: nn.Module, facts: StageFacts, case: TinyCase) -> StageFacts:
     """Each block as a chunk of its own: the gradients of what it makes show what it was made from.
 
     Of parameters that have no gradient (tables of positions) this shows nothing: they are needed everywhere.
@@ -138,14 +140,14 @@ def _find_lives(model: nn.Module, facts: Facts, case: Case) -> Facts:
     return replace(facts, calls=tuple(calls))
 
 
-def _fault(model: nn.Module, facts: Facts, case: Case, wanted: Answer, at: int, into: bool) -> str:
+def _fault(model: nn.Module, facts: StageFacts, case: TinyCase, wanted: LossAndGradients, at: int, into: bool) -> str:
     """Why a model cannot be cut in two before a block; "" if it can."""
     if at == 0:
         return ""
     cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside, into)
     try:
         answer = _in_two([Stages(copy.deepcopy(model), cut, rank, 2, Schedule("1f1b")) for rank in range(2)], case)
-    except Refused as refusal:
+    except CannotParallelize as refusal:
         return refusal.why
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0]
@@ -157,11 +159,11 @@ def _fault(model: nn.Module, facts: Facts, case: Case, wanted: Answer, at: int, 
     return f"a model cut before it computes something else ({what}): more passes from block to block than arguments"
 
 
-def _in_two(halves: list[Stages], case: Case) -> Answer:
+def _in_two(halves: list[Stages], case: TinyCase) -> LossAndGradients:
     first, last = halves
     begun: Passed = first.forward(0, None, lambda: _loss(first.model, case))
     assert begun.wire is not None
-    wire = Wire(begun.wire.ports, tuple(tensor.detach() for tensor in begun.wire.tensors))
+    wire = StageIO(begun.wire.ports, tuple(tensor.detach() for tensor in begun.wire.tensors))
     ended = last.forward(1, wire, lambda: _loss(last.model, case))
     ended.result.backward()
     back = [given.grad if given.grad is not None else torch.zeros_like(given) for given in ended.given]
@@ -171,4 +173,4 @@ def _in_two(halves: list[Stages], case: Case) -> Answer:
     for half in halves:
         for name, gradient in gradients_of(half.model).items():
             summed[name] = summed[name] + gradient if name in summed else gradient
-    return Answer(ended.result.item(), summed)
+    return LossAndGradients(ended.result.item(), summed)

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.parallel.pipeline.comm import Links, Mail, make_links, shapes_of
-from shardwise.parallel.pipeline.schedule import Action, Orders, Schedule, Span
+from shardwise.parallel.pipeline.comm import StageComm, StageLinks, make_links, shapes_of
+from shardwise.parallel.pipeline.schedule import Action, ActionSpan, Orders, Schedule
 from shardwise.parallel.pipeline.split_backward import (
     backward_of_inputs,
     backward_of_weights,
     check_split,
     finish_split,
 )
-from shardwise.parallel.pipeline.stage import Passed, Stages, Wire
+from shardwise.parallel.pipeline.stage import Passed, StageIO, Stages
 
 Compute = Callable[[Any, Any], Any]
 
@@ -44,13 +44,13 @@ class Pipeline:
         schedule: Schedule,
         device: torch.device,
         meshes: Sequence[DeviceMesh] = (),
-        links: Links | None = None,
+        links: StageLinks | None = None,
     ) -> None:
         self.stages, self.group, self.schedule, self.device = stages, group, schedule, device
         self.links = links or make_links(group, sorted(set(stages.shared.values())))
         self.owners = schedule.owners(stages.ranks)
         self.record = False
-        self.spans: list[Span] = []
+        self.spans: list[ActionSpan] = []
         stages.device, stages.meshes = device, meshes
         stages.connect(self.links.sums)
         self._known: dict[Any, Any] = {}
@@ -93,7 +93,7 @@ class Pipeline:
         dist.broadcast(logits, src=source, group=self.group)
         return logits
 
-    def all_spans(self) -> list[Span]:
+    def all_spans(self) -> list[ActionSpan]:
         """The latest step's actions on all ranks, where they were recorded; collective."""
         gathered: list[Any] = [None] * self.stages.ranks
         dist.all_gather_object(gathered, self.spans, group=self.group)
@@ -117,7 +117,9 @@ class _Step:
         self._to_backward, self._before_backward = to_backward, before_backward
         self._owners, self._order = pipeline.owners, orders[stages.rank]
         keys = [shapes_of(micro) for micro in micro_batches]
-        self._mail = Mail(pipeline.links, stages.rank, pipeline.owners, orders, keys, pipeline._known, pipeline.device)
+        self._mail = StageComm(
+            pipeline.links, stages.rank, pipeline.owners, orders, keys, pipeline._known, pipeline.device
+        )
         timed = pipeline.record and to_backward is not None
         self._clock = _Clock(stages.rank, pipeline.device) if timed else None
         self._pipeline = pipeline
@@ -157,13 +159,13 @@ class _Step:
         else:
             self._mail.send(chunk + 1, micro, passed.wire.ports, passed.wire.tensors)
 
-    def _incoming(self, chunk: int, micro: int) -> Wire | None:
+    def _incoming(self, chunk: int, micro: int) -> StageIO | None:
         if chunk == 0:
             return None
         if (wire := self._local.pop(("forward", chunk, micro), None)) is not None:
             return wire  # type: ignore[no-any-return]
         ports, tensors = self._mail.receive("forward", chunk, micro)
-        return Wire(ports, tuple(tensors))
+        return StageIO(ports, tuple(tensors))
 
     def _backward(self, action: Action) -> None:
         passed, outputs, gradients = self._outgoing(action)
@@ -258,10 +260,12 @@ class _Clock:
         yield
         self._marks.append((action, begin, self._now()))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ActionSpan]:
         if self._cuda:
             torch.cuda.synchronize()
-        return [Span(self._rank, action, self._since(begin), self._since(end)) for action, begin, end in self._marks]
+        return [
+            ActionSpan(self._rank, action, self._since(begin), self._since(end)) for action, begin, end in self._marks
+        ]
 
     def _since(self, moment: Any) -> float:
         return float(self._start.elapsed_time(moment) / 1000 if self._cuda else moment - self._start)

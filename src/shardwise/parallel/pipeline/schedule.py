@@ -33,7 +33,7 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """When an action ran, in seconds since its step began."""
 
     rank: int
@@ -172,11 +172,11 @@ def check_orders(schedule: Schedule, ranks: int, micros: int) -> None:
     simulate(schedule, ranks, micros, lambda _: 1.0)
 
 
-def simulate(schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Action], float]) -> list[Span]:
+def simulate(schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Action], float]) -> list[ActionSpan]:
     """When each action would run if it took so long and messages took no time."""
     owners, orders = schedule.owners(ranks), schedule.orders(ranks, micros)
     ends: dict[Action, float] = {}
-    spans: list[Span] = []
+    spans: list[ActionSpan] = []
     free, at = [0.0] * ranks, [0] * ranks
     moved = True
     while moved:
@@ -189,7 +189,7 @@ def simulate(schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Act
                     break
                 begin = max([free[rank], *(ends[one] for one in before)])
                 free[rank] = ends[action] = begin + seconds(action)
-                spans.append(Span(rank, action, begin, ends[action]))
+                spans.append(ActionSpan(rank, action, begin, ends[action]))
                 at[rank] += 1
                 moved = True
     if stuck := [rank for rank in range(ranks) if at[rank] < len(orders[rank])]:
@@ -197,7 +197,7 @@ def simulate(schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Act
     return spans
 
 
-def bubble(spans: Sequence[Span], ranks: int) -> float:
+def bubble(spans: Sequence[ActionSpan], ranks: int) -> float:
     """The share of the ranks' time from the first action to the last in which they did nothing."""
     if not spans:
         return 0.0
@@ -205,7 +205,7 @@ def bubble(spans: Sequence[Span], ranks: int) -> float:
     return 1 - sum(s.end - s.begin for s in spans) / whole if whole else 0.0
 
 
-def picture(spans: Sequence[Span], ranks: int, width: int = 100) -> str:
+def picture(spans: Sequence[ActionSpan], ranks: int, width: int = 100) -> str:
     """A line per rank: the sign of an action and its micro-batch where it ran, dots where nothing did."""
     if not spans:
         return ""

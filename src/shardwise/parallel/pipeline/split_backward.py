@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.zero.stages import parameter_groups
 
 try:
@@ -43,14 +43,16 @@ class Kept:
 def check_split(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
     """Refuses where the weights' part would be lost; see [Note: FSDP and split backwards]."""
     if stage_backward_input is None:
-        raise Refused("", "this version of torch cannot split a backward: choose another schedule than zbv")
+        raise CannotParallelize("", "this version of torch cannot split a backward: choose another schedule than zbv")
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if any(group.post_forward_mesh_info is not None for unit in sharded for group in parameter_groups(unit)):
-        raise Refused("", "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less")
+        raise CannotParallelize("", "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less")
     if sharded and (
         again := next((name for name, block in blocks if "checkpoint" in (_get_registry(block) or {})), "")
     ):
-        raise Refused(again, "zbv would recompute each sharded block twice: choose another schedule, or no recompute")
+        raise CannotParallelize(
+            again, "zbv would recompute each sharded block twice: choose another schedule, or no recompute"
+        )
 
 
 def finish_split(model: nn.Module) -> None:

@@ -29,12 +29,12 @@ from torch.utils._pytree import register_pytree_node, tree_unflatten
 
 from shardwise.nn.models.build import find_blocks
 from shardwise.optim.shards import local_of
-from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, Place, Shape
+from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, OutputShape, Place
 from shardwise.parallel.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How a tensor is divided over ranks that share its stage."""
 
     axes: tuple[str, ...]
@@ -44,21 +44,21 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Port:
+class StageInput:
     """One tensor of a boundary: which argument it is, its size, and whether a gradient comes back."""
 
     place: Place
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
-    layout: Layout | None = None
+    layout: ShardLayout | None = None
 
 
 @dataclass(frozen=True)
-class Wire:
+class StageIO:
     """What goes from one chunk to the next."""
 
-    ports: tuple[Port, ...]
+    ports: tuple[StageInput, ...]
     tensors: tuple[torch.Tensor, ...]
 
     @property
@@ -67,7 +67,7 @@ class Wire:
         return [tensor for port, tensor in zip(self.ports, self.tensors, strict=True) if port.grad]
 
 
-class Stopped(Exception):
+class NoOutputHere(Exception):
     """The model's output was asked for on a stage that has none."""
 
     def __init__(self, boundary: Boundary) -> None:
@@ -79,18 +79,18 @@ class Stopped(Exception):
 class Boundary:
     """Returned by a model instead of its output where the stage is not the last; asking it for anything stops."""
 
-    wire: Wire
+    wire: StageIO
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Stopped(self)
+        raise NoOutputHere(self)
 
     def __getitem__(self, key: Any) -> Any:
-        raise Stopped(self)
+        raise NoOutputHere(self)
 
     def __iter__(self) -> Any:
-        raise Stopped(self)
+        raise NoOutputHere(self)
 
 
 # So that FSDP finds the tensors, before whose gradients it must gather the parameters again. (Since torch 2.13 it looks
@@ -98,12 +98,12 @@ class Boundary:
 register_pytree_node(
     Boundary,
     lambda boundary: (list(boundary.wire.tensors), boundary.wire.ports),
-    lambda tensors, ports: Boundary(Wire(ports, tuple(tensors))),
+    lambda tensors, ports: Boundary(StageIO(ports, tuple(tensors))),
 )
 
 
 class _Reached(Exception):
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: StageIO) -> None:
         super().__init__("the end of the stage")
         self.wire = wire
 
@@ -113,7 +113,7 @@ class Passed:
     """A chunk's forward on one micro-batch: what it was given and what came of it (a result on the last chunk)."""
 
     given: tuple[torch.Tensor, ...]
-    wire: Wire | None
+    wire: StageIO | None
     result: Any
 
 
@@ -159,7 +159,7 @@ class Stages:
         self.owners = _find_owners(model, cut, chunk_owners)
         self.shared = {name: holders for name, holders in self.owners.items() if len(holders) > 1}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._pass: _Pass | None = None
+        self._pass: _StageForward | None = None
         for name, block in named.items():
             self._gate(block, name in owned)
         self._drop([block for name, block in named.items() if name not in owned])
@@ -170,13 +170,13 @@ class Stages:
         """Whether the model's output is made here."""
         return len(self.cut.ranges) - 1 in self.chunks
 
-    def forward(self, chunk: int, wire: Wire | None, call: Callable[[], Any]) -> Passed:
+    def forward(self, chunk: int, wire: StageIO | None, call: Callable[[], Any]) -> Passed:
         """Runs `call`, which calls the model once, for one chunk."""
-        running = _Pass(self, chunk, wire)
+        running = _StageForward(self, chunk, wire)
         self._pass = running
         try:
             result = call()
-        except Stopped:
+        except NoOutputHere:
             result = None
         finally:
             self._pass = None
@@ -260,15 +260,15 @@ def _subclass(kind: type, entries: dict[str, Any]) -> type:
 
 
 @dataclass
-class _Pass:
+class _StageForward:
     """A forward under way: counts the blocks' calls and knows what to do with each."""
 
     stages: Stages
     chunk: int
-    incoming: Wire | None
+    incoming: StageIO | None
     entered: bool = False
     at: int = 0
-    wire: Wire | None = None
+    wire: StageIO | None = None
     given: tuple[torch.Tensor, ...] = ()
     # What stood in the arguments before → what came by wire; a later block may be given the same tensor again.
     _instead: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
@@ -297,17 +297,17 @@ class _Pass:
         args, kwargs = arguments.rebuilt()
         return run(*args, **kwargs)
 
-    def _handed_on(self, wire: Wire) -> Wire:
+    def _handed_on(self, wire: StageIO) -> StageIO:
         """With what is carried along."""
         found = None if self.stages.carried is None else self.stages.carried.collect()
         if found is None:
             return wire
         grad = found.requires_grad
         found = found.clone() if grad and found.is_leaf else found.contiguous()
-        port = Port(CARRIED, tuple(found.shape), found.dtype, grad)
-        return Wire((*wire.ports, port), (*wire.tensors, found))
+        port = StageInput(CARRIED, tuple(found.shape), found.dtype, grad)
+        return StageIO((*wire.ports, port), (*wire.tensors, found))
 
-    def _feed(self, wire: Wire, arguments: Arguments, name: str) -> None:
+    def _feed(self, wire: StageIO, arguments: Arguments, name: str) -> None:
         given = []
         for port, tensor in zip(wire.ports, wire.tensors, strict=True):
             leaf = tensor.detach().requires_grad_(port.grad and torch.is_grad_enabled())
@@ -328,7 +328,7 @@ class _Pass:
                 self._instead[id(before)] = (before, after)
         self.given = tuple(given)
 
-    def _divided(self, tensor: torch.Tensor, layout: Layout) -> DTensor:
+    def _divided(self, tensor: torch.Tensor, layout: ShardLayout) -> DTensor:
         mesh = next((m for m in self.stages.meshes if m.mesh_dim_names == layout.axes), None)
         if mesh is None:
             raise RuntimeError(f"a boundary is divided over {layout.axes}, of which the pipeline was given no mesh")
@@ -348,14 +348,14 @@ def _stand_in(call: Call, arguments: Arguments) -> Any:
     sizes = dict(zip(call.gives.like, some.shape, strict=False))
     leaves = []
     for leaf in call.gives.leaves:
-        if isinstance(leaf, Shape):
+        if isinstance(leaf, OutputShape):
             leaves.append(some.new_zeros(()).expand([sizes.get(size, size) for size in leaf.sizes]))
         else:
             leaves.append(found.get(leaf.place, some) if isinstance(leaf, Like) else leaf)
     return tree_unflatten(leaves, call.gives.spec)
 
 
-def _captured(call: Call, arguments: Arguments) -> Wire:
+def _captured(call: Call, arguments: Arguments) -> StageIO:
     ports, tensors = [], []
     for place in call.takes:
         tensor = arguments.leaves.get(place)
@@ -365,7 +365,7 @@ def _captured(call: Call, arguments: Arguments) -> Wire:
         if isinstance(tensor, DTensor):
             whole = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
             tensor = tensor.redistribute(placements=whole)
-            layout = Layout(
+            layout = ShardLayout(
                 tuple(tensor.device_mesh.mesh_dim_names or ()), tuple(whole), tuple(tensor.shape), tensor.stride()
             )
             tensor = tensor.to_local(grad_placements=whole)
@@ -373,9 +373,9 @@ def _captured(call: Call, arguments: Arguments) -> Wire:
         tensor = tensor.contiguous()
         if grad and (tensor._is_view() or tensor.is_leaf):
             tensor = tensor.clone()  # gradients are asked for from here on: an own node of the graph
-        ports.append(Port(place, tuple(tensor.shape), tensor.dtype, grad, layout))
+        ports.append(StageInput(place, tuple(tensor.shape), tensor.dtype, grad, layout))
         tensors.append(tensor)
-    return Wire(tuple(ports), tuple(tensors))
+    return StageIO(tuple(ports), tuple(tensors))
 
 
 def _find_owners(model: nn.Module, cut: Cut, chunk_owners: Sequence[int]) -> dict[str, tuple[int, ...]]:

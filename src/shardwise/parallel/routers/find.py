@@ -22,7 +22,7 @@ from shardwise.data.loader import MicroBatch
 from shardwise.nn.models.build import FLAG, find_blocks
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.objective import Loss
-from shardwise.nn.tiny.case import Answer, Case, case_of, gradients_of, judge
+from shardwise.nn.tiny.case import LossAndGradients, TinyCase, case_of, gradients_of, judge
 from shardwise.nn.tiny.shrink import ROUTING, shrink
 from shardwise.parallel.expert.apply import find_experts
 from shardwise.parallel.expert.modules import RoutedExperts, experts_in, style_of
@@ -138,11 +138,11 @@ def _outputs(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, list[tuple
             handle.remove()
 
 
-def _row(case: Case, row: int) -> dict[str, torch.Tensor]:
+def _row(case: TinyCase, row: int) -> dict[str, torch.Tensor]:
     return {name: value[row : row + 1] for name, value in case.inputs(ROWS, WIDTH).items()}
 
 
-def _own_loss(model: Any, case: Case) -> _Own:
+def _own_loss(model: Any, case: TinyCase) -> _Own:
     given = _row(case, 0)
     labels = given["decoder_input_ids" if "decoder_input_ids" in given else "input_ids"].clone()
     given = {"input_ids": given["input_ids"], "labels": labels if case.task != "classify" else labels[:, 0] * 0}
@@ -210,7 +210,7 @@ def _top_k(sites: list[Site], logits: list[torch.Tensor], wanted: torch.Tensor) 
     return 0
 
 
-def _differs(model: Any, case: Case, found: Routers) -> str:
+def _differs(model: Any, case: TinyCase, found: Routers) -> str:
     """Why our sums over all rows at once are not its own loss of each row; empty if they are."""
     ids, terms = case.inputs(ROWS, WIDTH)["input_ids"], Terms(1.0, 0.0, found.top_k)
     wanted = _answer(model, sum(model(input_ids=ids[i : i + 1], **{FLAG: True}).aux_loss for i in range(ROWS)) / ROWS)
@@ -228,16 +228,16 @@ def _differs(model: Any, case: Case, found: Routers) -> str:
     return f"its own code computes something else ({what} differs)"
 
 
-def _answer(model: nn.Module, loss: Any) -> Answer:
+def _answer(model: nn.Module, loss: Any) -> LossAndGradients:
     model.zero_grad()
     if loss.requires_grad:
         loss.backward()
-    found = Answer(float(loss.detach()), gradients_of(model))
+    found = LossAndGradients(float(loss.detach()), gradients_of(model))
     model.zero_grad()
     return found
 
 
-def _beside_experts(model: nn.Module, case: Case) -> list[Site]:
+def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
     """Of models that publish no router logits: what first comes out beside a stack of experts with one value for each.
 
     None where that could be more than one thing.
@@ -273,13 +273,13 @@ def _are_logits(x: torch.Tensor, tokens: int, experts: int) -> bool:
     return bool((x < 0).any() or (x > 1).any())
 
 
-def _choices(model: nn.Module, case: Case) -> dict[str, int]:
+def _choices(model: nn.Module, case: TinyCase) -> dict[str, int]:
     """How many experts each token chooses, by stack of experts."""
     return {name: chosen.shape[-1] for name, chosen in _chosen(model, case).items()}
 
 
 @torch.no_grad()
-def _chosen(model: nn.Module, case: Case) -> dict[str, torch.Tensor]:
+def _chosen(model: nn.Module, case: TinyCase) -> dict[str, torch.Tensor]:
     """The experts of each token, by stack, of those whose calls tell."""
     found: dict[str, torch.Tensor] = {}
     handles = []
@@ -298,7 +298,7 @@ def _chosen(model: nn.Module, case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-def _biases(model: Any, case: Case) -> dict[str, str]:
+def _biases(model: Any, case: TinyCase) -> dict[str, str]:
     """Vectors that decide which experts are chosen and nothing else, by stack of experts: no gradient moves them."""
     found: dict[str, str] = {}
     for stack, chosen in _chosen(model, case).items():
@@ -316,7 +316,7 @@ def _biases(model: Any, case: Case) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _decides(model: Any, case: Case, stack: str, tensor: torch.Tensor, before: torch.Tensor) -> bool:
+def _decides(model: Any, case: TinyCase, stack: str, tensor: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether a large value at an expert's place has every token choose it."""
     flat = tensor.data.view(-1)
     expert = int(torch.bincount(before.flatten(), minlength=tensor.numel()).argmin())
@@ -327,7 +327,7 @@ def _decides(model: Any, case: Case, stack: str, tensor: torch.Tensor, before: t
     return bool((after == expert).any(-1).all())
 
 
-def _has_gradient(model: Any, case: Case, tensor: torch.Tensor) -> bool:
+def _has_gradient(model: Any, case: TinyCase, tensor: torch.Tensor) -> bool:
     before = tensor.requires_grad
     tensor.requires_grad_(True)
     try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.routers.find import Site
 
 
-class _Slot:
+class _TableSlot:
     """Where a router leaves its table."""
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class RouterLosses:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.terms, self.tokens, self._balance, self._group = terms, tokens or Tokens(), balance, group
-        self._slots: dict[nn.Module, _Slot] = {}
+        self._slots: dict[nn.Module, _TableSlot] = {}
         self._handles: list[Any] = []
         self._before: torch.Tensor | None = None  # sums of the stages before
         self._micro: int | None = None
         self._known: dict[int | None, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         for module, site in sites.items() if terms else ():
-            self._slots[module] = slot = _Slot()
+            self._slots[module] = slot = _TableSlot()
             self._handles.append(module.register_forward_hook(self._hook(slot, site)))
 
     def remove(self) -> None:
@@ -120,7 +120,7 @@ class RouterLosses:
         for slot in self._slots.values():
             slot.sums = None
 
-    def _hook(self, slot: _Slot, site: Site) -> Callable[..., None]:
+    def _hook(self, slot: _TableSlot, site: Site) -> Callable[..., None]:
         tokens, terms, index, times = self.tokens, self.terms, site.index, site.times
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -164,7 +164,7 @@ class _Summed(torch.autograd.Function):
         return gradient * ctx.ranks, None
 
 
-def _clearing(slots: list[_Slot]) -> Callable[..., None]:
+def _clearing(slots: list[_TableSlot]) -> Callable[..., None]:
     def clear(module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # backward is under way
             for slot in slots:

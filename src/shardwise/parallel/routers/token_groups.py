@@ -11,7 +11,7 @@ import torch
 
 from shardwise.config.router import Balance
 from shardwise.core.labels import IGNORE
-from shardwise.data.preference_layout import JudgedBatch
+from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.parallel.context.mask import ContextRows
 
 
@@ -41,7 +41,7 @@ def grouped(batch: Any, balance: Balance) -> tuple[torch.Tensor, torch.Tensor]:
     if balance == "micro_batch":
         numbers, groups = (numbers == groups).long(), 1
     weights = torch.zeros(groups + 1, device=numbers.device)
-    if isinstance(batch, JudgedBatch):  # a pair of conversations is one unit, and so is a single one
+    if isinstance(batch, PreferenceBatch):  # a pair of conversations is one unit, and so is a single one
         each = 1.0 if batch.wanted is not None else 0.5
         weights[:-1] = each * (batch.count if balance == "micro_batch" else 1)
     elif batch.labels.shape == batch.input_ids.shape:
@@ -54,7 +54,7 @@ def grouped(batch: Any, balance: Balance) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _documents(batch: Any) -> tuple[torch.Tensor, int]:
     """The number of each token's document, (rows, width), and how many there are, which is the number of padding."""
-    if isinstance(batch, JudgedBatch):
+    if isinstance(batch, PreferenceBatch):
         return batch.conversations, batch.count
     rows, width = batch.input_ids.shape
     device, mask = batch.input_ids.device, batch.attention_mask

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.nn.adapters.layers import AdapterLayer, is_linear, is_transposed
 from shardwise.nn.models.build import find_blocks
-from shardwise.nn.tiny.case import Refused
+from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.tensor.layers import TensorParallel, exchange
 from shardwise.parallel.tensor.local import wrap
 from shardwise.parallel.tensor.quantized import can_slice, is_packed, slice_packed, whole_features
@@ -134,7 +134,7 @@ def _divide_parameters(named: Mapping[str, nn.Module], cuts: Mapping[str, str], 
             if where.setdefault(parameter, wanted).is_replicate():
                 where[parameter] = wanted
             elif not wanted.is_replicate() and wanted != where[parameter]:
-                raise Refused(f"{name}.{key}", "is shared by layers that would cut it in different ways")
+                raise CannotParallelize(f"{name}.{key}", "is shared by layers that would cut it in different ways")
     made = {p: _part_of(p, mesh, place) for p, place in where.items() if not isinstance(p, DTensor)}
     for module in named.values():
         for key, parameter in module.named_parameters(recurse=False):

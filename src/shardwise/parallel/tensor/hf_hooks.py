@@ -23,7 +23,7 @@ from shardwise.parallel.tensor.rng import own_stream
 PER_HEAD = {"s_aux": 0, "position_bias": 1}  # arguments of attention functions, and where heads are in them
 
 
-class _Grouped:
+class _GroupedAttention:
     """An attention module as a function in the registry sees it, but for how many heads share one of keys."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
@@ -66,7 +66,7 @@ def _attend(
     mask = _heads_of(attention_mask, mesh, heads, 1)
     kwargs = {n: _heads_of(x, mesh, heads, PER_HEAD.get(n)) for n, x in kwargs.items()}
     if groups != getattr(module, "num_key_value_groups", 1):
-        module = _Grouped(module, groups)
+        module = _GroupedAttention(module, groups)
     with _stream(mesh, heads, kwargs.get("dropout", 0.0)):
         out, _ = plain(module, q, k, v, mask, **kwargs)
     return _wrap(out, mesh, heads, 2), None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.nn.adapters.layers import LoraLayer, features, is_transposed
-from shardwise.nn.adapters.packing import Packing, packed_parameter
+from shardwise.nn.adapters.packing import WeightPacking, packed_parameter
 from shardwise.nn.kernels.nf4 import BLOCK
 
 
@@ -53,7 +53,7 @@ def slice_packed(module: Any, cut: str, mesh: DeviceMesh) -> None:
         module.weight = nn.Parameter(torch.empty(len(weight), bytes_of_all, dtype=torch.int8, device="meta"), False)
     else:
         parts = packing.unpack(weight, torch.float32).split(form.columns, 1)
-        packed: list[torch.Tensor] = [packed_parameter(part, Packing(part.shape, form)) for part in parts]
+        packed: list[torch.Tensor] = [packed_parameter(part, WeightPacking(part.shape, form)) for part in parts]
         module.weight = nn.Parameter(torch.cat(packed, 1), False)
     module.packings["weight"] = replace(packing, form=form, start=mesh.get_local_rank() * form.columns)
     if isinstance(module, LoraLayer) and module.lora_form is not None:

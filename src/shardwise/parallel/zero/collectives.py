@@ -49,7 +49,7 @@ class PlainBuffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Packing(Protocol):
+class WirePacking(Protocol):
     """A way to send a shard in fewer bytes."""
 
     def takes(self, shard: torch.Tensor) -> bool:
@@ -87,7 +87,7 @@ class WeightGather(PlainBuffers, AllGather):
     The secondary shard is packed too where both are on.
     """
 
-    def __init__(self, packing: Packing | None, hops: Hops | None) -> None:
+    def __init__(self, packing: WirePacking | None, hops: Hops | None) -> None:
         self._packing, self._hops = packing, hops
         self._secondary: torch.Tensor | None = None
         self._packed = False  # the secondary shard
@@ -127,11 +127,11 @@ class WeightGather(PlainBuffers, AllGather):
         else:
             slices.copy_(rows)
 
-    def _packing_for(self, shard: torch.Tensor) -> Packing | None:
+    def _packing_for(self, shard: torch.Tensor) -> WirePacking | None:
         return self._packing if self._packing is not None and self._packing.takes(shard) else None
 
     def _through_node(
-        self, shard: torch.Tensor, packing: Packing | None, group: dist.ProcessGroup, hops: Hops
+        self, shard: torch.Tensor, packing: WirePacking | None, group: dist.ProcessGroup, hops: Hops
     ) -> torch.Tensor:
         if self._secondary is None or self._packed is not (packing is not None):
             sent = shard if packing is None else packing.pack(shard, group)

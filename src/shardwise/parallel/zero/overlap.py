@@ -26,13 +26,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from shardwise.config.schema import Parallel
-from shardwise.core.effective_device import kind_of
+from shardwise.core.effective_device import effective_device
 from shardwise.parallel.zero.collectives import PlainBuffers, reduce_scatter
 from shardwise.parallel.zero.stages import ShardedModel, parameter_groups
 
 
 @dataclass(frozen=True)
-class Sending:
+class CommSettings:
     """How a model's parameters and gradients travel; None is FSDP's own way."""
 
     bucket: int | None = None  # bytes of the largest buffer, or
@@ -40,10 +40,10 @@ class Sending:
     prefetch: int | None = None  # units gathered ahead
 
 
-def given(parallel: Parallel) -> Sending:
+def given(parallel: Parallel) -> CommSettings:
     """What the settings say; `auto` is FSDP's own way until something is measured."""
     bucket = parallel.bucket if isinstance(parallel.bucket, int) else None
-    return Sending(bucket, prefetch=parallel.prefetch if isinstance(parallel.prefetch, int) else None)
+    return CommSettings(bucket, prefetch=parallel.prefetch if isinstance(parallel.prefetch, int) else None)
 
 
 def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: bool, timed: bool) -> None:
@@ -51,7 +51,7 @@ def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: boo
 
     `timed`: a timer is on, which on a CPU sees what is waited for, so that nothing is left to run beside.
     """
-    cpu = kind_of(sharded.device) == "cpu"
+    cpu = effective_device(sharded.device) == "cpu"
     if prefetch is None or sharded.mesh.size(1) == 1 or (timed and cpu):
         return
     forward = _distinct(sharded, sharded.model.modules())

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.schema import Parallel
 from shardwise.distributed.mesh import Hops, World, ranks_per_node, split_shards
-from shardwise.parallel.zero.collectives import GradientReduce, Int8Packing, Packing, WeightGather
+from shardwise.parallel.zero.collectives import GradientReduce, Int8Packing, WeightGather, WirePacking
 from shardwise.parallel.zero.float8_gather import Scales, packing_of
 from shardwise.parallel.zero.stages import ShardedModel, parameter_groups
 
@@ -45,7 +45,7 @@ def install_collectives(
             hops[size] = split_shards(world.mesh, size, timeout)
         return hops[size]
 
-    packings: dict[FSDPModule, Packing] = {}
+    packings: dict[FSDPModule, WirePacking] = {}
     if parallel.quantize_weights:
         packings = dict.fromkeys(units, Int8Packing())
     elif float8:
@@ -63,9 +63,9 @@ def install_collectives(
             sharded.on_save.append(reduce.forget)
 
 
-def pack_float8(sharded: ShardedModel, units: list[FSDPModule], by_unit: bool) -> dict[FSDPModule, Packing]:
+def pack_float8(sharded: ShardedModel, units: list[FSDPModule], by_unit: bool) -> dict[FSDPModule, WirePacking]:
     """For each unit that has layers in fp8, how it is gathered."""
-    found: dict[FSDPModule, Packing] = {}
+    found: dict[FSDPModule, WirePacking] = {}
     together = Scales()
     for unit in units:
         scales = Scales() if by_unit else together

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwise.core.dtypes import COMPUTE
-from shardwise.core.effective_device import kind_of
+from shardwise.core.effective_device import effective_device
 from shardwise.nn.kernels.multi_tensor_norm import norm_of_all
 from shardwise.nn.models.build import evaluating
 from shardwise.observe.breakdown import OFF, Timer
@@ -119,7 +119,7 @@ class ShardedModel:
         assert self.copies is not None
         found = {n: local_of(p.grad) for n, p in self.parameters.items() if p.grad is not None}
         square = torch.zeros(
-            (), dtype=torch.float64 if kind_of(self.device) == "cpu" else torch.float32, device=self.device
+            (), dtype=torch.float64 if effective_device(self.device) == "cpu" else torch.float32, device=self.device
         )
         for name, gradient in found.items():
             square += norm_of(gradient).square() / self.copies[name]
@@ -139,7 +139,7 @@ class ShardedModel:
         local = [local_of(gradient) for gradient in gradients]
         if not local:
             norm = torch.zeros((), device=self.device)
-        elif kind_of(self.device) == "cpu":
+        elif effective_device(self.device) == "cpu":
             norm = torch.linalg.vector_norm(torch.stack([norm_of(gradient) for gradient in local]))
         else:
             norm = norm_of_all(local)

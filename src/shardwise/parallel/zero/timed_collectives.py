@@ -30,16 +30,16 @@ def watch_collectives(model: nn.Module, timer: Timer) -> None:
         if not isinstance(unit, FSDPModule):
             continue
         for group in parameter_groups(unit):
-            if isinstance(group._all_gather_comm, _Gather):
+            if isinstance(group._all_gather_comm, _TimedGather):
                 continue  # modules that share a group
-            unit.set_custom_all_gather(_Gather(group._all_gather_comm, timer))
-            reduce = _Reduce(group._reduce_scatter_comm, timer)
+            unit.set_custom_all_gather(_TimedGather(group._all_gather_comm, timer))
+            reduce = _TimedReduce(group._reduce_scatter_comm, timer)
             unit.set_custom_reduce_scatter(reduce)
             if group._is_hsdp:
                 unit.set_all_reduce_hook(reduce.all_reduced(group._all_reduce_process_group, group._all_reduce_hook))
 
 
-class _Gather(AllGather):
+class _TimedGather(AllGather):
     def __init__(self, inner: Any, timer: Timer) -> None:
         self._inner, self._timer = inner, timer
 
@@ -56,7 +56,7 @@ class _Gather(AllGather):
             return self._inner(output_tensor, input_tensor, group, async_op)
 
 
-class _Reduce(ReduceScatter):
+class _TimedReduce(ReduceScatter):
     def __init__(self, inner: Any, timer: Timer) -> None:
         self._inner, self._timer = inner, timer
         self._open: AbstractContextManager[Any] | None = None

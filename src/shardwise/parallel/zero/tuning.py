@@ -27,7 +27,7 @@ from shardwise.config.schema import Run
 from shardwise.core.dtypes import COMPUTE
 from shardwise.distributed.link_bench import call_of, fit, time_of
 from shardwise.distributed.mesh import World
-from shardwise.parallel.zero.overlap import Sending, given
+from shardwise.parallel.zero.overlap import CommSettings, given
 from shardwise.parallel.zero.stages import unmanaged
 
 SMALL = 16 << 20  # bytes of a model below which a step has nothing to gain that is worth a second
@@ -40,7 +40,7 @@ FILE = "sending.json"
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What a shard group's gathers do: bytes/s of a rank, seconds of a hop."""
 
     ranks: int
@@ -65,7 +65,7 @@ class Blocks:
     flops: float
 
 
-def choose(link: Link, speed: float, blocks: Blocks, memory: float, frees: bool) -> tuple[Sending, str]:
+def choose(link: MeasuredLink, speed: float, blocks: Blocks, memory: float, frees: bool) -> tuple[CommSettings, str]:
     """What suits a link and a device of `speed` FLOP/s, and why; `frees`: blocks are gathered anew and freed."""
     together = 1
     while link.waits(together * blocks.bytes) > LATENCY and 2 * together * LEAST_UNITS <= blocks.count:
@@ -80,7 +80,7 @@ def choose(link: Link, speed: float, blocks: Blocks, memory: float, frees: bool)
         f"{link.latency * 1e6:.0f} µs a hop: {link.waits(together * blocks.bytes):.0%} of it), "
         f"{_told(computed)} to compute it at {speed / 1e12:.2g} TFLOP/s"
     )
-    return Sending(together=together, prefetch=ahead), why
+    return CommSettings(together=together, prefetch=ahead), why
 
 
 def tune(
@@ -90,7 +90,7 @@ def tune(
     blocks: list[tuple[str, nn.Module]],
     say: Callable[[str], None] = lambda _: None,
     output: Path | None = None,
-) -> Sending:
+) -> CommSettings:
     """What the run says, with `auto` answered by a measurement; collective, the same on every rank.
 
     `output`: where a run that goes on finds what it began with.
@@ -115,7 +115,7 @@ def tune(
         if world.is_main and output is not None:
             output.mkdir(parents=True, exist_ok=True)
             (output / FILE).write_text(json.dumps({"of": of, "sending": asdict(found[0][0]), "why": found[0][1]}))
-    sending: Sending = found[0][0]
+    sending: CommSettings = found[0][0]
     say(f"communication: {found[0][1]}")
     if parallel.bucket != "auto":
         sending = replace(sending, bucket=said.bucket, together=1)
@@ -124,7 +124,7 @@ def tune(
     return sending
 
 
-def measure_link(world: World) -> Link:
+def measure_link(world: World) -> MeasuredLink:
     """All-gathers in the shard groups, all groups at once, as steps make them; the slowest rank's times."""
     group, ranks, device = world.mesh["shard"].get_group(), world.mesh.size(1), world.device
 
@@ -137,7 +137,7 @@ def measure_link(world: World) -> Link:
         size *= 4
     # The ends alone: links that let the first megabyte through at once make those between look fast.
     found = fit(ranks, {"all_gather": dict((small, large))})
-    return Link(ranks, found.bandwidth, found.latency)
+    return MeasuredLink(ranks, found.bandwidth, found.latency)
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
@@ -176,13 +176,16 @@ def _memory(world: World) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local
 
 
-def _kept(output: Path | None, of: list[Any]) -> tuple[Sending, str] | None:
+def _kept(output: Path | None, of: list[Any]) -> tuple[CommSettings, str] | None:
     """What an earlier run of this folder chose for the same model and ranks; None where that is not to be read."""
     try:
         kept = json.loads((output / FILE).read_text()) if output is not None else {}
         if kept["of"] != of:
             return None
-        sending, why = Sending(None, int(kept["sending"]["together"]), int(kept["sending"]["prefetch"])), kept["why"]
+        sending, why = (
+            CommSettings(None, int(kept["sending"]["together"]), int(kept["sending"]["prefetch"])),
+            kept["why"],
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
     usual = sending.together >= 1 and 0 <= (sending.prefetch or 0) <= MOST_AHEAD and isinstance(why, str)

@@ -25,7 +25,7 @@ REDUCE_BYTES = 4  # as in fp32, whatever the compute type and `parallel.reduce`
 
 
 @dataclass(frozen=True)
-class Unit:
+class FSDPUnit:
     """Modules whose parameters travel together, and the bytes of their largest buffer."""
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ def choose_units(
     shard: int = 1,
     unmanaged: Collection[nn.Parameter] = (),
     together: int = 1,
-) -> list[Unit]:
+) -> list[FSDPUnit]:
     """The units in the order in which they must be sharded, the model itself last; see the module's text.
 
     Without a bucket, `together` is how many neighbouring blocks make a unit.
@@ -48,7 +48,7 @@ def choose_units(
     parts = _Parts(model, shard, unmanaged)
     if bucket is None:
         return [*(parts.take(some) for some in _neighbours(blocks, together)), parts.take([("", model)])]
-    units: list[Unit] = []
+    units: list[FSDPUnit] = []
     joined: list[tuple[str, nn.Module]] = []
     for name, block in blocks:
         near = bool(joined) and name.rpartition(".")[0] == joined[0][0].rpartition(".")[0]
@@ -74,7 +74,7 @@ def _neighbours(blocks: list[tuple[str, nn.Module]], most: int) -> Iterator[list
         yield from (near[at : at + most] for at in range(0, len(near), most))
 
 
-def describe_units(units: list[Unit], bucket: int) -> str:
+def describe_units(units: list[FSDPUnit], bucket: int) -> str:
     """What the plan says of them."""
     largest = max(unit.bytes for unit in units)
     text = f"{len(units)} units, the largest buffer {largest / 1e6:,.1f} MB (bucket {bucket / 1e6:,.1f} MB)"
@@ -124,10 +124,10 @@ class _Parts:
         free = {id(p): p for module in modules for p in self.free(module)}
         return sum((REDUCE_BYTES if p.requires_grad else p.element_size()) * self._padded(p) for p in free.values())
 
-    def take(self, named: list[tuple[str, nn.Module]]) -> Unit:
+    def take(self, named: list[tuple[str, nn.Module]]) -> FSDPUnit:
         """Makes a unit of what is left of some modules."""
         modules = [module for _, module in named]
-        unit = Unit(tuple(name for name, _ in named), tuple(modules), self.bytes_of(modules))
+        unit = FSDPUnit(tuple(name for name, _ in named), tuple(modules), self.bytes_of(modules))
         self._taken |= {id(p) for module in modules for p in self.free(module)}
         return unit
 
@@ -138,9 +138,9 @@ class _Parts:
         return parameter.numel() // max(1, rows) * (-(-rows // self._shard) * self._shard)
 
 
-def _divide(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[Unit]:
+def _divide(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[FSDPUnit]:
     """Units of children, taken until what is left of the module fits or there is nothing to take."""
-    units: list[Unit] = []
+    units: list[FSDPUnit] = []
     stuck: set[nn.Module] = set()
     while (size := parts.bytes_of([module])) > bucket:
         children = [(n, child) for n, child in children_of(name, module) if parts.free(child) and child not in stuck]

@@ -25,14 +25,14 @@ from shardwise.config.combinations import axes_used
 from shardwise.config.schema import Parallel
 from shardwise.core.cache import cache_root
 from shardwise.core.errors import UserError
-from shardwise.distributed.mesh import Layout, layout_of
+from shardwise.distributed.mesh import MeshLayout, layout_of
 from shardwise.nn.models.source import ModelSource
 
 LIMIT = 300.0  # seconds
 FORMAT = "2"  # of what is remembered
 
 if TYPE_CHECKING:
-    from shardwise.nn.tiny.case import Case
+    from shardwise.nn.tiny.case import TinyCase
 
 
 def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
@@ -85,7 +85,7 @@ def check_axes(
     raise UserError(f"parallel.{axis}", getattr(parallel, axis), problem, "leave this axis out, or use another one")
 
 
-def _key(case: Case, small: Parallel) -> str:
+def _key(case: TinyCase, small: Parallel) -> str:
     """What the outcome depends on: the model's code and switches, the settings, and the versions of who computes."""
     import torch
     import transformers
@@ -98,7 +98,7 @@ def _key(case: Case, small: Parallel) -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
 
 
-def _try(case: Case, small: Parallel, ranks: int) -> dict[str, Any]:
+def _try(case: TinyCase, small: Parallel, ranks: int) -> dict[str, Any]:
     """The outcome of the trial, from a process that imports once and forks the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "case"
@@ -136,11 +136,11 @@ def main(file: Path) -> None:
     print(json.dumps(told or (known[0] if len(known) == ranks else {"outcome": "silent", "why": "a rank crashed"})))
 
 
-def _on_rank(rank: int, folder: Path, case: Case, parallel: Parallel, layout: Layout) -> dict[str, Any]:
+def _on_rank(rank: int, folder: Path, case: TinyCase, parallel: Parallel, layout: MeshLayout) -> dict[str, Any]:
     import torch.distributed as dist
 
     from shardwise.distributed.mesh import join_world
-    from shardwise.nn.tiny.case import Verdict, judge
+    from shardwise.nn.tiny.case import Deviation, judge
     from shardwise.parallel.apply import AxisRefused
     from shardwise.parallel.tiny_reference import alone
     from shardwise.train.trial.combined import try_axes
@@ -149,7 +149,7 @@ def _on_rank(rank: int, folder: Path, case: Case, parallel: Parallel, layout: La
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "LOCAL_RANK": str(rank)}
     refused: dict[str, str] = {}
 
-    def divided() -> Verdict:
+    def divided() -> Deviation:
         wanted, limit = alone(case), datetime.timedelta(seconds=LIMIT)
         dist.init_process_group("gloo", f"file://{folder}/meet", limit, layout.ranks, rank)
         try:

@@ -13,7 +13,7 @@ from shardwise.data.rows import RowBatch
 from shardwise.distributed.mesh import World
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.objective import Loss, Objective
-from shardwise.nn.tiny.case import Answer, Case, gradients_of, units_of
+from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, units_of
 from shardwise.objectives.causal import CausalObjective
 from shardwise.objectives.head import token_loss
 from shardwise.parallel.apply import divide
@@ -42,7 +42,7 @@ class _Rows:
         return token_loss(model(**given, use_cache=False).logits, batch.labels, None, 1)
 
 
-def try_axes(case: Case, parallel: Parallel, world: World) -> Answer:
+def try_axes(case: TinyCase, parallel: Parallel, world: World) -> LossAndGradients:
     """The loss and every gradient, whole, on every rank."""
     model = case.model()
     spread, blocks = divide(model, find_blocks(model), case, parallel, world)
@@ -77,10 +77,10 @@ def try_axes(case: Case, parallel: Parallel, world: World) -> Answer:
     if not spread.counts:
         total.zero_()
     dist.all_reduce(total)
-    return Answer(total.item() / units_of(labels), _everyone(gradients_of(model), world))
+    return LossAndGradients(total.item() / units_of(labels), _everyone(gradients_of(model), world))
 
 
-def _batch(case: Case, inputs: dict[str, torch.Tensor], labels: torch.Tensor, rows: slice) -> Any:
+def _batch(case: TinyCase, inputs: dict[str, torch.Tensor], labels: torch.Tensor, rows: slice) -> Any:
     ids = inputs["input_ids"][rows]
     if case.task == "causal":
         return MicroBatch(ids, labels[rows], None, None)

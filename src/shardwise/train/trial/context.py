@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.data.loader import MicroBatch
-from shardwise.nn.tiny.case import Answer, Case, gradients_of, mean_loss, units_of
+from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, mean_loss, units_of
 from shardwise.parallel.context.install import Kind, install_context
 
 
-def try_context(case: Case, mesh: DeviceMesh, kind: Kind = "ring") -> Answer:
+def try_context(case: TinyCase, mesh: DeviceMesh, kind: Kind = "ring") -> LossAndGradients:
     """Loss and gradients of a case whose rows are divided over a mesh of one dimension."""
     model, labels = case.model(), case.labels()
     context = install_context(model, mesh, kind)
@@ -27,7 +27,7 @@ def try_context(case: Case, mesh: DeviceMesh, kind: Kind = "ring") -> Answer:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(parameter.grad, group=mesh.get_group())
-    return Answer(total.item(), gradients_of(model))
+    return LossAndGradients(total.item(), gradients_of(model))
 
 
 def inputs_of(part: MicroBatch) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.nn.tiny.case import Answer, Case, gradients_of, mean_loss, units_of
+from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, mean_loss, units_of
 from shardwise.parallel.expert.apply import spread_experts
 
 
-def try_expert(case: Case, mesh: DeviceMesh) -> Answer:
+def try_expert(case: TinyCase, mesh: DeviceMesh) -> LossAndGradients:
     """What the ranks of a mesh compute together."""
     model, labels = case.model(), case.labels()
     parallel = spread_experts(model, mesh)
@@ -22,7 +22,7 @@ def try_expert(case: Case, mesh: DeviceMesh) -> Answer:
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
     _add_up(model, parallel.parameters, group)
-    return Answer(total.item(), gradients_of(model))
+    return LossAndGradients(total.item(), gradients_of(model))
 
 
 def _add_up(model: torch.nn.Module, spread: set[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -8,15 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.nn.tiny.case import Answer, Case, gradients_of, mean_loss, units_of
-from shardwise.parallel.pipeline import Facts, Pipeline, Schedule, Stages, cut_model, probe
+from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, mean_loss, units_of
+from shardwise.parallel.pipeline import Pipeline, Schedule, StageFacts, Stages, cut_model, probe
 
 MICROS = 2
 
 
 def try_pipeline(
-    case: Case, mesh: DeviceMesh, schedule: Schedule | None = None, micros: int = MICROS, facts: Facts | None = None
-) -> Answer:
+    case: TinyCase,
+    mesh: DeviceMesh,
+    schedule: Schedule | None = None,
+    micros: int = MICROS,
+    facts: StageFacts | None = None,
+) -> LossAndGradients:
     """The loss and the gradients of a case as a pipeline over a mesh of one axis computes them."""
     schedule = schedule or Schedule("1f1b")
     group, ranks = mesh.get_group(), mesh.size()
@@ -29,7 +33,7 @@ def try_pipeline(
     return gathered(stages, results, group)
 
 
-def micro_batches_of(case: Case, micros: int) -> list[dict[str, Any]]:
+def micro_batches_of(case: TinyCase, micros: int) -> list[dict[str, Any]]:
     """The rows of a case, divided; each knows the labels of all."""
     labels = case.labels()
     parts = {name: value.tensor_split(micros) for name, value in (case.inputs() | {"labels": labels}).items()}
@@ -42,10 +46,12 @@ def compute(model: Any, micro: dict[str, Any]) -> torch.Tensor:
     return mean_loss(model(**inputs, use_cache=False).logits, micro["labels"], micro["units"])
 
 
-def gathered(stages: Stages, results: list[torch.Tensor], group: dist.ProcessGroup) -> Answer:
+def gathered(stages: Stages, results: list[torch.Tensor], group: dist.ProcessGroup) -> LossAndGradients:
     """The answer of the whole pipeline, on every rank."""
     mine = {n: g for n, g in gradients_of(stages.model).items() if stages.owners[n][0] == stages.rank}
     told = (sum(result.item() for result in results), mine)
     parts: list[Any] = [None] * stages.ranks
     dist.all_gather_object(parts, told, group=group)
-    return Answer(sum(loss for loss, _ in parts), {n: g for _, gradients in parts for n, g in gradients.items()})
+    return LossAndGradients(
+        sum(loss for loss, _ in parts), {n: g for _, gradients in parts for n, g in gradients.items()}
+    )

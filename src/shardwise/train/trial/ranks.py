@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.nn.tiny.case import Refused, Verdict
+from shardwise.nn.tiny.case import CannotParallelize, Deviation
 
 
 def run_ranks(work: Callable[[int, Path], Any], ranks: int, limit: float) -> list[dict[str, Any] | None]:
@@ -24,11 +24,11 @@ def run_ranks(work: Callable[[int, Path], Any], ranks: int, limit: float) -> lis
         return [_read(Path(folder) / f"{rank}.json") for rank in range(ranks)]
 
 
-def outcome_of(trial: Callable[[], Verdict]) -> dict[str, Any]:
+def outcome_of(trial: Callable[[], Deviation]) -> dict[str, Any]:
     """What a trial came to: `pass`, `wrong` with what is off, or `refused` with the reason."""
     try:
         verdict = trial()
-    except Refused as refusal:
+    except CannotParallelize as refusal:
         return {"outcome": "refused", "why": str(refusal)}
     except BaseException as error:
         traceback.print_exc()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.nn.tiny.case import Answer, Case, gradients_of, units_of
+from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, units_of
 from shardwise.objectives.head import token_losses
 from shardwise.parallel.tensor.apply import divide_tensor
 from shardwise.parallel.tensor.roles import find_roles
 
 
-def try_tensor(case: Case, mesh: DeviceMesh) -> Answer:
+def try_tensor(case: TinyCase, mesh: DeviceMesh) -> LossAndGradients:
     """The case divided over the mesh, with sequence parallelism and a loss over the cut vocabulary."""
     roles = find_roles(case.model())
     model, labels = case.model(), case.labels()
@@ -19,4 +19,4 @@ def try_tensor(case: Case, mesh: DeviceMesh) -> Answer:
         logits = model(**tensor.inputs(case.inputs()), use_cache=False).logits
         loss = token_losses(logits.flatten(0, 1), labels.flatten()).sum() / units_of(labels)
         loss.backward()
-    return Answer(loss.item(), gradients_of(model))
+    return LossAndGradients(loss.item(), gradients_of(model))

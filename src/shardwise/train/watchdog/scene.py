@@ -26,7 +26,7 @@ DEEPEST = 40  # frames of a stack that are kept, the innermost
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingCollective:
     """A collective that was begun and is not done: its group, its number there, what it is and since when."""
 
     group: str
@@ -47,7 +47,7 @@ class Scene:
     doing: str
     module: str
     line: str  # where it is: function and place in a file
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[PendingCollective, ...] = ()
     begun: dict[str, int] = field(default_factory=dict)  # collectives of each group
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     stack: str = ""
@@ -58,7 +58,7 @@ class Scene:
     @classmethod
     def from_json(cls, text: str | bytes) -> Scene:
         values = json.loads(text)
-        values["waiting"] = tuple(Waiting(**one) for one in values["waiting"])
+        values["waiting"] = tuple(PendingCollective(**one) for one in values["waiting"])
         values["members"] = {name: tuple(ranks) for name, ranks in values["members"].items()}
         return cls(**values)
 
@@ -85,12 +85,12 @@ def _training_threads() -> list[FrameType]:
     return [frames[main], *others] if main in frames else others
 
 
-def under_way() -> tuple[Waiting, ...]:
+def under_way() -> tuple[PendingCollective, ...]:
     """The collectives that this rank waits in, the oldest first; cheap enough for every second."""
     return _collectives(only_active=True)[0]
 
 
-def _collectives(only_active: bool = False) -> tuple[tuple[Waiting, ...], dict[str, int]]:
+def _collectives(only_active: bool = False) -> tuple[tuple[PendingCollective, ...], dict[str, int]]:
     """Those under way, oldest first, and the number of the last one begun in each group."""
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:  # a build without the recorder: stacks alone
@@ -104,7 +104,7 @@ def _collectives(only_active: bool = False) -> tuple[tuple[Waiting, ...], dict[s
         if not entry.get("retired") and entry.get("state") != "completed":
             kind = str(entry["profiling_name"]).split(":")[-1]
             age = (now - int(entry["time_created_ns"])) / 1e9
-            waiting.append(Waiting(group, number, kind, _shape(entry), round(age, 1)))
+            waiting.append(PendingCollective(group, number, kind, _shape(entry), round(age, 1)))
     return tuple(sorted(waiting, key=lambda one: -one.seconds)), begun
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.train.watchdog.scene import Scene, Waiting
+from shardwise.train.watchdog.scene import PendingCollective, Scene
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StallVerdict:
     """The ranks that are late, and everything in words."""
 
     late: tuple[int, ...]
     text: str
 
 
-def judge(scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -> Verdict:
+def judge(scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -> StallVerdict:
     """Follows who waits for whom to those who wait for nobody."""
     awaited = {rank: _awaited(scene, scenes, silent, timeout) for rank, scene in scenes.items()}
     wanted = {rank for ranks in awaited.values() for rank in ranks}
@@ -37,7 +37,7 @@ def judge(scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -
     late = late or sorted(wanted)
     waiting = sorted(rank for rank in scenes if awaited[rank])
     if not late:
-        return Verdict((), _nobody(scenes, timeout))
+        return StallVerdict((), _nobody(scenes, timeout))
     step = max((s.step for s in scenes.values()), default=0)
     who = f"rank {late[0]}" if len(late) == 1 else _ranks(late)
     head = f"{who} kept the others waiting for {timeout:g} s (timeout) at step {step}"
@@ -53,7 +53,7 @@ def judge(scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -
         place = scenes[ranks[0]].module
         lines.append(f"  {named} in {collective}" + (f", at {place}" if place else ""))
     lines += [f"  {number}. {cause}" for number, cause in enumerate(_causes(late, scenes, silent, apart), 1)]
-    return Verdict(tuple(late), "\n".join(lines))
+    return StallVerdict(tuple(late), "\n".join(lines))
 
 
 def _awaited(scene: Scene, scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -> set[int]:
@@ -69,11 +69,11 @@ def _awaited(scene: Scene, scenes: dict[int, Scene], silent: dict[int, Silent], 
     return found - {scene.rank}
 
 
-def _longest(scene: Scene) -> Waiting | None:
+def _longest(scene: Scene) -> PendingCollective | None:
     return max(scene.waiting, key=lambda one: one.seconds, default=None)
 
 
-def _collective(held: Waiting) -> str:
+def _collective(held: PendingCollective) -> str:
     return f"{held.kind} number {held.number} of group {held.group}" + (f" ({held.shape})" if held.shape else "")
 
 

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from shardwise.distributed.mesh import World
 from shardwise.train.status import STACKS, Status, read_status
 from shardwise.train.watchdog.scene import Scene, look, under_way
-from shardwise.train.watchdog.verdict import Silent, Verdict, judge
+from shardwise.train.watchdog.verdict import Silent, StallVerdict, judge
 
 EVERY = 1.0  # seconds between two looks
 ANSWER = 6.0  # seconds that a rank has to leave its scene
@@ -145,7 +145,7 @@ class Watchdog:
         self._leave()
         return True
 
-    def _judge(self) -> tuple[Verdict, dict[int, Scene]]:
+    def _judge(self) -> tuple[StallVerdict, dict[int, Scene]]:
         rank, size = self._world.rank, self._world.size
         scenes, limit = {rank: self._look()}, time.monotonic() + ANSWER
         while len(scenes) < size and time.monotonic() < limit:
