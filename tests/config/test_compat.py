@@ -22,8 +22,8 @@ from shardwise.cli.main import app
 from shardwise.config.combinations import (
     FEATURES,
     RULES,
-    Feature,
     CombinationRule,
+    Feature,
     clashes,
     combines,
     feature,
