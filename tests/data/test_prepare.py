@@ -374,7 +374,7 @@ def test_a_process_of_its_own_makes_the_same(
     path = write("a.jsonl", [qa(f"q{n}", f"a{n}") for n in range(5000)])
     said: list[tuple[int, int, int | None, int]] = []
     settings = data(path, eval="10%", workers=workers)
-    apart = prepare_data(settings, tokenizer, 0, tell=lambda *figures: said.append(figures))
+    apart = prepare_data(settings, tokenizer, 0, progress=lambda *figures: said.append(figures))
     assert len({told for told in said if told[1]}) == apart.train[0].store.wait()["chunks"] > 1, (
         "told again only while one takes long"
     )

@@ -1,11 +1,11 @@
-"""Turns examples into tokens and a mask of those to learn.
+"""Renders examples to tokens and loss masks.
 
-Each example becomes one text and the places in it that are learned; texts are tokenised in batches and the places
-become tokens through the tokenizer's own offsets. Which places a conversation has is found in template.py.
+Each example becomes one text and the spans in it that are trained on; texts are tokenised in batches and spans are
+mapped to tokens through the tokenizer's offsets. The spans of a conversation are determined in template.py.
 
 [Note: boundaries] A token belongs to the part it begins in. One that begins in a prompt and reaches into the answer is
-not trained on: the prompt that a model is asked with ends otherwise. Nor is one that begins in an answer and reaches
-into the words of the next turn. An end of turn that takes the newline behind it along (Phi-3's do) is trained on.
+not trained on: the prompt at inference ends differently. Nor is one that begins in an answer and reaches into the words
+of the next turn. An end of turn that includes the newline behind it (as in Phi-3) is trained on.
 
 [Note: begin and end] A chat template writes its own BOS, so none is added to what it renders. Everything else gets the
 BOS that the tokenizer adds by itself, and an EOS; neither is doubled where the text has it. Plain text, segments and
@@ -42,7 +42,7 @@ BATCH = 256  # examples that are rendered in one call
 
 @dataclass(frozen=True)
 class _RenderPlan:
-    """A text and the places in it to learn; `plain` ones get BOS and EOS, the latter learned if `ends`."""
+    """A text and its spans to train on; `plain` ones get BOS and EOS, the latter trained on if `ends`."""
 
     text: str
     spans: list[Span]
@@ -52,7 +52,7 @@ class _RenderPlan:
 
 
 class Renderer:
-    """Makes documents of examples with one tokenizer."""
+    """Renders examples to documents with one tokenizer."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Renderer:
         self.rows = RowRenderer(tokenizer, field, purpose, labels) if purpose in ROW_PURPOSES else None
 
     def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
-        """A document for each example, or why there is none, in order."""
+        """Yields for each example, in order, its document or the BadRow that says why there is none."""
         for at in range(0, len(examples), BATCH):
             batch = examples[at : at + BATCH]
             if self.rows is not None:
@@ -87,7 +87,7 @@ class Renderer:
                 yield from self._documents(batch, self._plans(batch))
 
     def render_preference(self, example: Example) -> tuple[Document, Document]:
-        """The chosen and the rejected conversation; only the answers are learned, their prompt is the same tokens."""
+        """Returns the chosen and the rejected conversation; only the answers have a loss, prompts are equal."""
         chosen, rejected = self._answers(example, (example.chosen, example.rejected))
         prompts = [d.tokens[: np.argmax(d.learned)] for d in (chosen, rejected)]
         if not np.array_equal(prompts[0], prompts[1]):
@@ -96,12 +96,12 @@ class Renderer:
         return chosen, rejected
 
     def render_kto(self, example: Example) -> Document:
-        """The conversation whose answer is wanted or not (`example.label`); only the answer is learned."""
+        """Returns the conversation of a KTO example; only the answer has a loss."""
         (document,) = self._answers(example, (example.chosen,))
         return document
 
     def _judged(self, example: Example) -> Document | BadRow:
-        """Both conversations one after the other, or the one that is wanted or not; see the table in layout.py."""
+        """Document of a preference or KTO example; see the table in layout.py."""
         try:
             if self.purpose == "kto":
                 return replace(self.render_kto(example), head=int(bool(example.label)))
@@ -131,13 +131,13 @@ class Renderer:
     # --- text and places -------------------------------------------------------------------------------------------
 
     def _plans(self, examples: Sequence[Example]) -> list[_RenderPlan | BadRow | None]:
-        """None for examples that are tokens already."""
+        """Render plan of each example; None for examples that are already tokens."""
         chats = [e for e in examples if e.kind == "chat" and not e.tools]
-        whole = dict(zip(map(id, chats), self.template.render_many([e.messages for e in chats]), strict=True))
+        rendered = dict(zip(map(id, chats), self.template.render_many([e.messages for e in chats]), strict=True))
         plans: list[_RenderPlan | BadRow | None] = []
         for example in examples:
             try:
-                plans.append(self._plan(example, whole.get(id(example))))
+                plans.append(self._plan(example, rendered.get(id(example))))
             except RowFault as fault:
                 where = example.where if fault.message is None else f"{example.where} message {fault.message + 1}"
                 plans.append(BadRow(where, example.number, fault.problem, fault.remedy))
@@ -181,14 +181,14 @@ class Renderer:
             problem = "the conversation has no assistant message, so nothing would be learned"
             raise RowFault(problem, "add one, delete the row, or use data.loss_on: all")
         default = answers if self.loss_on == "assistant" else answers[-1:]
-        wanted = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
-        if any(not messages[i]["content"].strip() and _silent(messages[i], unwritten) for i in wanted):
+        trained = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
+        if any(not messages[i]["content"].strip() and _silent(messages[i], unwritten) for i in trained):
             remarks = (*remarks, EMPTY_ANSWER)
-        if any(thought not in text for i in wanted for thought in _thoughts(messages[i], unwritten)):
+        if any(thought not in text for i in trained for thought in _thoughts(messages[i], unwritten)):
             remarks = (*remarks, THOUGHTS_DROPPED)
-        if not wanted:
+        if not trained:
             return _RenderPlan(text, [], remarks=remarks)
-        mask = self.template.mask(text, messages, wanted, tools)
+        mask = self.template.mask(text, messages, trained, tools)
         return _RenderPlan(mask.text, mask.spans, remarks=(*remarks, *mask.notes))
 
     # --- tokens ----------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Renderer:
 
 
 def _segments(segments: Sequence[tuple[str, bool]]) -> _RenderPlan:
-    """Segments joined as they stand; learned ones that touch are one place."""
+    """Plan for concatenated segments; adjacent ones that are trained on become one span."""
     spans: list[Span] = []
     at = 0
     for text, learned in segments:
@@ -263,12 +263,12 @@ def _segments(segments: Sequence[tuple[str, bool]]) -> _RenderPlan:
 
 
 def _silent(message: Message, unwritten: Sequence[str]) -> bool:
-    """Whether a message without content says nothing by its other fields either."""
+    """Whether a message without content has no other field that the template writes either."""
     return not any(message.get(key) for key in SAYING if key not in unwritten)
 
 
 def _thoughts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
-    """What a message thinks, in its content or in fields that are written for some messages at least."""
+    """Yields the reasoning text of a message, from its content or from fields that the template writes."""
     before, tag, _ = str(message["content"]).partition("</think>")
     if tag:
         yield before.removeprefix("<think>").strip()
@@ -278,7 +278,7 @@ def _thoughts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
 
 
 def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
-    """What is odd about the place where what is learned begins: see [Note: boundaries]."""
+    """Yields warnings about the boundary where the loss begins: see [Note: boundaries]."""
     if not 0 < begin < len(text):
         return
     if text[begin : encoded.reaches(begin)].strip():
@@ -288,13 +288,13 @@ def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
 
 
 def _rest(spans: list[Span], length: int) -> list[Span]:
-    """What lies between spans."""
+    """The gaps between spans."""
     edges = [0, *(min(edge, length) for span in sorted(spans) for edge in span), length]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
 def _inner(tokenizer: Any) -> Any:
-    """The tokenizer's inner part, with the offsets of whole tokens.
+    """The backend tokenizer, with untrimmed offsets.
 
     Byte-level tokenizers may trim blanks from offsets. A token that has the blank at the end of a prompt would then
     seem to begin with the answer, so we take a copy that does not trim: all that its last stage does besides is to add
@@ -317,7 +317,7 @@ def _blank_first(token: str) -> bool:
 
 
 def check_template(tokenizer: Any, field: str, stops: Sequence[str] = ()) -> None:
-    """Chat data needs a template under which answers can be found and end; say so before any row is read."""
+    """Raises UserError, before any row is read, if the chat template hides where answers are or end."""
     if not tokenizer.chat_template:
         problem = "the data are conversations, but the tokenizer has no chat template"
         remedy = "train an instruct model, set model.tokenizer to one that has a template, or use rows with text"

@@ -1,7 +1,7 @@
-"""Parquet, Arrow and Hugging Face datasets: tables that are read in batches and sent to workers as Arrow buffers.
+"""Parquet, Arrow and Hugging Face datasets: tables read in batches and sent to workers as Arrow buffers.
 
-A saved dataset is a folder of Arrow files with a list of them, so it is read without the `datasets` library; that one
-is needed for datasets of the hub.
+A saved dataset is a folder of Arrow files with an index, so it is read without the `datasets` library, which is only
+needed for datasets of the hub.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.data.streams import seekable
 
 @dataclass(frozen=True)
 class ArrowBatch:
-    """Rows of a table as an Arrow stream; `row` is the first one's place in its file, from 1."""
+    """Rows of a table as an Arrow stream; `row` is the number of the first one in its file, from 1."""
 
     name: str
     row: int
@@ -66,7 +66,7 @@ def _present(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Plain:
-    """Rows that are Python values already; `name` with a row number says where each stands."""
+    """Rows that are Python values; `name` and the row number give their location."""
 
     name: str
     row: int
@@ -85,7 +85,7 @@ class Plain:
 
 
 def arrow_library(field: str, path: str) -> Any:
-    """pyarrow, or how to get it."""
+    """Imports pyarrow; raises UserError with how to install it."""
     try:
         import pyarrow
     except ImportError:
@@ -94,7 +94,7 @@ def arrow_library(field: str, path: str) -> Any:
 
 
 def cut_table(path: Path, kind: str, field: str) -> Iterator[ArrowBatch]:
-    """Chunks of a Parquet or Arrow file."""
+    """Yields the chunks of a Parquet or Arrow file."""
     pa = arrow_library(field, str(path))
     row = 1
     with seekable(path, field) as file:
@@ -108,7 +108,7 @@ def cut_table(path: Path, kind: str, field: str) -> Iterator[ArrowBatch]:
 
 
 def count_table(path: Path, kind: str, field: str) -> int:
-    """How many rows a Parquet or Arrow file has, from its metadata where it has some."""
+    """Number of rows of a Parquet or Arrow file, from its metadata where possible."""
     pa = arrow_library(field, str(path))
     with seekable(path, field) as file:
         try:
@@ -153,7 +153,7 @@ def _arrow(pa: Any, file: Any) -> Iterator[Any]:
 
 
 def _pieces(batch: Any) -> Iterator[Any]:
-    """A batch in pieces of at most so many rows and bytes (or one row)."""
+    """Splits a batch into pieces of at most CHUNK_ROWS rows and CHUNK_BYTES bytes (or one row)."""
     for start in range(0, len(batch), CHUNK_ROWS):
         pending = [batch.slice(start, CHUNK_ROWS)]
         while pending:
@@ -176,12 +176,12 @@ def _batch(pa: Any, name: str, row: int, piece: Any) -> ArrowBatch:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether a folder is what `save_to_disk` writes, for a dataset or for several splits."""
+    """Whether a folder was written by `save_to_disk`, of a dataset or a DatasetDict."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def saved_files(folder: Path, split: str | None, field: str) -> list[Path]:
-    """The Arrow files of a saved dataset, in order."""
+    """Arrow files of a saved dataset, in order."""
     if (listing := folder / "dataset_dict.json").is_file():
         splits = [str(s) for s in _listed(listing, "splits", field)]
         split = split or ("train" if len(splits) != 1 else splits[0])
@@ -221,18 +221,18 @@ def _listed(file: Path, key: str, field: str) -> list[Any]:
 
 
 def hub_name(path: str) -> str:
-    """The id of a dataset of the hub, without the mark that it is one."""
+    """Hub id of a dataset, without the `hf:` prefix."""
     return path.removeprefix("hf:")
 
 
 def hub_label(source: Source) -> str:
-    """How rows of a dataset of the hub are called."""
+    """Label for the rows of a hub dataset in messages."""
     subset = f" {source.subset}" if source.subset else ""
     return f"hf:{hub_name(source.path)}{subset} {source.split or 'train'}"
 
 
 def load_hub(source: Source, field: str) -> Any:
-    """A dataset of the hub, from its cache if it was fetched before."""
+    """Loads a dataset of the hub, from its cache if it was downloaded before."""
     try:
         import datasets
     except ImportError:
@@ -249,12 +249,12 @@ def _unloaded(error: Exception, source: Source, field: str) -> UserError:
     text = " ".join(str(error).split())[:300] or type(error).__name__
     kinds = {kind.__name__ for kind in type(error).__mro__}
     name = hub_name(source.path)
-    there = "" if source.path.startswith("hf:") else f"there is no such path here, and as a hub dataset {name} "
+    prefix = "" if source.path.startswith("hf:") else f"there is no such path here, and as a hub dataset {name} "
     if kinds & {"DatasetNotFoundError"}:
-        problem = f"{there or 'the dataset '}is not on the hub, or not for you ({text})"
+        problem = f"{prefix or 'the dataset '}is not on the hub, or not for you ({text})"
         return UserError(field, source.path, problem, "check the name; log in with `hf auth login` if it is private")
     if kinds & {"ConnectionError", "OfflineModeIsEnabled", "ConnectTimeout", "HfHubHTTPError", "TransportError"}:
-        problem = f"{there or 'the dataset '}cannot be fetched: the hub is not reachable ({text})"
+        problem = f"{prefix or 'the dataset '}cannot be fetched: the hub is not reachable ({text})"
         return UserError(field, source.path, problem, "check the connection, or give files or a saved dataset")
     if "split" in text.lower():
         return UserError(f"{field}.split", source.split or "train", text, "set split to one that the dataset has")
@@ -264,7 +264,7 @@ def _unloaded(error: Exception, source: Source, field: str) -> UserError:
 
 
 def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
-    """Chunks of a dataset of the hub; of a streamed one as it arrives."""
+    """Yields the chunks of a hub dataset; of a streamed one as it arrives."""
     loaded, name, row = load_hub(source, field), hub_label(source), 1
     if not source.streaming:
         import pyarrow as pa
@@ -275,7 +275,7 @@ def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
                     yield _batch(pa, name, row, piece)
                     row += len(piece)
         return
-    held: list[Any] = []
+    chunk: list[Any] = []
     size = 0
     rows = iter(loaded.decode(False) if hasattr(loaded, "decode") and loaded.features else loaded)  # images stay bytes
     while True:
@@ -286,22 +286,22 @@ def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
         except Exception as error:
             raise _unloaded(error, source, field) from None
         length = len(str(value))
-        if len(held) == CHUNK_ROWS or (held and size + length > CHUNK_BYTES):
-            yield Plain(name, row, tuple(held))
-            row, held, size = row + len(held), [], 0
-        held.append(value)
+        if len(chunk) == CHUNK_ROWS or (chunk and size + length > CHUNK_BYTES):
+            yield Plain(name, row, tuple(chunk))
+            row, chunk, size = row + len(chunk), [], 0
+        chunk.append(value)
         size += length
-    if held:
-        yield Plain(name, row, tuple(held))
+    if chunk:
+        yield Plain(name, row, tuple(chunk))
 
 
 def count_hub(source: Source, field: str) -> int | None:
-    """How many rows; unknown of a streamed dataset."""
+    """Number of rows; None for a streamed dataset."""
     return None if source.streaming else len(load_hub(source, field))
 
 
 def hub_digest(source: Source, field: str) -> str:
-    """Which data these are: the library's fingerprint, or the revision of what is streamed."""
+    """Identifies the data: the library's fingerprint, or the revision of a streamed dataset."""
     if not source.streaming:
         return str(load_hub(source, field)._fingerprint)
     from huggingface_hub import HfApi

@@ -1,11 +1,11 @@
-"""Makes a source's chunks: reads, understands, leaves out, renders and stores them, in worker processes.
+"""Tokenises a source in chunks: reads, parses, filters, renders and stores them, in worker processes.
 
-Small data are done in the process that asks. Larger ones are done by a process of their own (`python -m
-shardwise.data.tokenise FOLDER`) which goes on while the run has already begun. Each chunk leaves a summary beside it:
-whoever starts again after a crash goes on behind the chunks that are there, and the sums are made of the summaries.
+Small data are tokenised in the calling process. Larger data are tokenised by a separate process (`python -m
+shardwise.data.tokenise FOLDER`) which continues after training has begun. Each chunk has a summary beside it: a restart
+after a crash resumes behind the existing chunks, and totals are computed from the summaries.
 
-[Note: order] Chunks are given out and taken back in the order of the rows, however many workers there are, so the first
-bad row is the same one every time, and a reader that waits for the next chunk waits as little as can be.
+[Note: order] Chunks are submitted and collected in row order, for any number of workers, so the first bad row is
+always the same one, and a reader that waits for the next chunk waits as little as possible.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that one source's tokens follow from, but for the files and the tokenizer."""
+    """Everything the tokens of one source depend on, except its files and the tokenizer."""
 
     field: str
     index: int
@@ -72,18 +72,18 @@ class Spec:
 
     @property
     def trains(self) -> bool:
-        """Whether it is learned from, not only measured by."""
+        """Whether the source is trained on, rather than evaluated."""
         return self.field.startswith("data.train")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can carry it."""
+        """Converts it to JSON values."""
         names = ("field", "index", "seed", "share", "vocabulary", "purpose", "labels", "stops")
         plain = {name: getattr(self, name) for name in names}
         return plain | {"source": self.source.model_dump(mode="json"), "data": self.data.model_dump(mode="json")}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Spec:
-        """What to_json wrote."""
+        """Restores a Spec from `to_json`."""
         parsed: dict[str, Any] = {name: tuple(values[name]) for name in ("labels", "stops")}
         parsed["source"] = Source.model_validate(values["source"])
         parsed["data"] = Data.model_validate(values["data"])
@@ -92,7 +92,7 @@ class Spec:
 
 @dataclass
 class Summary:
-    """What became of a chunk's rows."""
+    """Counts over the rows of one or more chunks."""
 
     rows: int = 0
     documents: int = 0
@@ -106,7 +106,7 @@ class Summary:
     lengths: list[int] = field(default_factory=no_lengths)
 
     def add(self, other: Summary) -> None:
-        """Takes another chunk in."""
+        """Adds the counts of another summary."""
         for name in ("rows", "documents", "tokens", "supervised", "held_out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("longest", "largest_token"):
@@ -117,14 +117,14 @@ class Summary:
 
 
 class RowReader:
-    """Rows of a chunk, understood; lives in each worker."""
+    """Reads and parses the rows of a chunk; one per worker."""
 
     def __init__(self, spec: Spec, detected: Detected, passages: EvalNgrams | None) -> None:
         self.spec, self.detected = spec, detected
         self.rules = RowRules(spec.data.refine, passages)
 
     def examples(self, task: ChunkTask, removed: dict[int, Removal], fates: RowOutcomes) -> tuple[list[Example], int]:
-        """The examples that stay, and how many rows there were."""
+        """Returns the accepted examples and the number of rows read."""
         understood: list[tuple[Raw, Example]] = []
         rows = 0
         for raw in read_chunk(task):
@@ -138,35 +138,35 @@ class RowReader:
                 understood.append((raw, understand(raw, self.detected, self.spec.source)))
             except BadRow as bad:
                 self.bad(bad, fates)
-        kept = []
+        accepted = []
         for (raw, example), verdict in zip(understood, self.rules.judge(understood), strict=True):
             if verdict is None:
-                kept.append(example)
+                accepted.append(example)
             elif isinstance(verdict, BadRow):
                 self.bad(verdict, fates)
             else:
                 fates.add(verdict.fate, raw.where, verdict.reason)
-        return kept, rows
+        return accepted, rows
 
     def bad(self, bad: BadRow, fates: RowOutcomes) -> None:
-        """Notes a row that cannot be used, or ends it all."""
+        """Records a bad row, or raises UserError if `data.on_bad_row` is error."""
         if self.spec.data.on_bad_row == "error":
             raise refusal(bad, self.spec) from None
         fates.add("skipped", bad.where, bad.problem)
 
     def keys(self, task: ChunkTask) -> RowKeys:
-        """What is compared of a chunk's rows to find repeats."""
+        """Keys of a chunk's rows, for finding duplicates."""
         return row_keys(self.examples(task, {}, RowOutcomes())[0], self.spec.data.refine)
 
 
 def refusal(bad: BadRow, spec: Spec) -> UserError:
-    """A bad row as the user's mistake."""
+    """Converts a bad row to a UserError."""
     also = "" if "on_bad_row" in bad.remedy else "; or set data.on_bad_row: skip"
     return UserError(spec.field, bad.where, bad.problem, bad.remedy + also)
 
 
 class ChunkMaker:
-    """Turns one chunk of rows into stored tokens; lives in each worker."""
+    """Tokenises and stores one chunk of rows; one per worker."""
 
     def __init__(self, reader: RowReader, tokenizer: Any, folder: Path) -> None:
         self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
@@ -176,7 +176,7 @@ class ChunkMaker:
         self._template_checked = self.renderer.rows is not None  # such rows are not rendered by one
 
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
-        """Stores the chunk and its summary, if they are not there yet; raises UserError for what ends the run."""
+        """Stores the chunk and its summary, unless they exist; raises UserError for errors that end the run."""
         task, removed = work
         if has_chunk(self.folder / "train", task.index):
             return read_summary(self.folder, task.index)[0]
@@ -187,7 +187,7 @@ class ChunkMaker:
             self._template_checked = True
         plain = {example.number for example in examples if example.kind == "text"}
         train: list[Document] = []
-        held: list[Document] = []
+        evaluation: list[Document] = []
         refused: list[Document] = []
         lengths: list[int] = []
         for document in self.renderer.render(examples):
@@ -198,40 +198,40 @@ class ChunkMaker:
                 fates.add(removal.fate, document.where, removal.reason)
                 continue
             # A source of a single row keeps it for training.
-            out = held if summary.rows > 1 and held_out(document.number, self.spec) else train
+            out = evaluation if summary.rows > 1 and held_out(document.number, self.spec) else train
             if out is train:
                 lengths.append(len(document.tokens))
             if not document.learned.any():
                 fates.add("no supervised token", document.where)
                 continue
             pieces = fit(document, document.number in plain, self.spec, fates, refused, self.renderer)
-            learned = [piece for piece in pieces if piece.learned.any()]
-            out += learned
+            trained = [piece for piece in pieces if piece.learned.any()]
+            out += trained
             noted = [(remark, (1, document.where)) for remark in document.remarks]
-            if empty := len(pieces) - len(learned):
+            if empty := len(pieces) - len(trained):
                 noted.append((EMPTY_PIECE, (empty, document.where)))
             add_remarks(summary.remarks, noted)
         if refused:
             raise _too_long(refused, summary.rows, self.spec)
-        self._count(train, held, lengths, summary)
+        self._count(train, evaluation, lengths, summary)
         summary.fates = Counter({fate: len(rows) for fate, rows in fates.rows.items()})
-        write_chunk(self.folder / "eval", task.index, held)
+        write_chunk(self.folder / "eval", task.index, evaluation)
         _write_summary(self.folder, task.index, summary, fates)
         write_chunk(self.folder / "train", task.index, train)  # last: whoever sees it finds the rest
         return summary
 
-    def _count(self, train: list[Document], held: list[Document], lengths: list[int], summary: Summary) -> None:
+    def _count(self, train: list[Document], evaluation: list[Document], lengths: list[int], summary: Summary) -> None:
         summary.documents, summary.tokens = len(train), sum(len(d.tokens) for d in train)
         summary.supervised = sum(int(d.learned.sum()) for d in train)
-        summary.held_out, summary.longest = len(held), max(lengths, default=0)
-        summary.largest_token = max((int(d.tokens.max()) for d in train + held), default=0)
+        summary.held_out, summary.longest = len(evaluation), max(lengths, default=0)
+        summary.largest_token = max((int(d.tokens.max()) for d in train + evaluation), default=0)
         add_lengths(summary.lengths, lengths)
 
 
 def fit(
     document: Document, plain: bool, spec: Spec, fates: RowOutcomes, refused: list[Document], renderer: Renderer
 ) -> list[Document]:
-    """The document in pieces that fit into a sequence, as data.over_length says."""
+    """Splits, truncates or drops a document that exceeds the sequence length, as data.over_length says."""
     if renderer.rows is not None:
         return fit_row(document, spec, renderer.rows.special, fates, refused)
     limit, length = spec.data.sequence_length, len(document.tokens)
@@ -259,9 +259,9 @@ def fit(
 
 
 def held_out(row: int, spec: Spec) -> bool:
-    """Whether a row is kept for evaluation: one of each 1/share consecutive rows, chosen by the seed.
+    """Whether a row is held out for evaluation: one of each 1/share consecutive rows, chosen by the seed.
 
-    Needs no count of the rows.
+    Does not need the number of rows.
     """
     if not spec.share:
         return False
@@ -274,7 +274,7 @@ def held_out(row: int, spec: Spec) -> bool:
 
 
 def _mixed(seed: int, number: int) -> int:
-    """A number that looks random, from two (splitmix64)."""
+    """Pseudo-random number from a seed and a counter (splitmix64)."""
     x = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & (2**64 - 1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = ((x ^ (x >> shift)) * factor) & (2**64 - 1)
@@ -293,9 +293,9 @@ def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
         problem += (
             f"; {len(lengths) - 1} more of the {rows} rows read with it are too long, up to {max(lengths)} tokens"
         )
-    whole = (*JUDGED, "seq2seq", "classify")
-    ways = "drop or truncate" if spec.purpose in whole else "drop, truncate or split"
-    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {ways}"
+    indivisible = (*JUDGED, "seq2seq", "classify")
+    policies = "drop or truncate" if spec.purpose in indivisible else "drop, truncate or split"
+    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {policies}"
     return UserError(spec.field, first.where, problem, remedy)
 
 
@@ -309,7 +309,7 @@ def _write_summary(folder: Path, number: int, summary: Summary, fates: RowOutcom
 
 
 def read_summary(folder: Path, number: int) -> tuple[Summary, list[list[str]]]:
-    """A chunk's summary and the rows that did not go in as they are: fate, place, reason."""
+    """A chunk's summary and the rows that were dropped or changed: fate, location, reason."""
     values = json.loads(_summary_file(folder, number).read_text())
     summary = Summary(**values["summary"])
     summary.fates = Counter(summary.fates)
@@ -324,7 +324,7 @@ def tokenise_source(
     passages: EvalNgrams | None = None,
     removals: Removals | None = None,
 ) -> None:
-    """Makes all chunks of a source that are not there yet, and says so in `done.json`."""
+    """Tokenises all chunks of a source that do not exist yet, and writes `done.json`."""
     for name in ("train", "eval", "summaries"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -357,12 +357,12 @@ def _removed(removals: Removals | None, spec: Spec, task: ChunkTask) -> dict[int
 
 
 def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
-    """The format of a source, found in its first rows that can be read, and all its chunks."""
+    """Detects the format of a source from its first readable rows; returns it with all chunks."""
     tasks = chunk_tasks(spec.source, spec.field)
-    seen: list[ChunkTask] = []
+    inspected: list[ChunkTask] = []
     raws: list[Raw] = []
     for task in islice(tasks, LOOK_CHUNKS):
-        seen.append(task)
+        inspected.append(task)
         for raw in read_chunk(task):
             if isinstance(raw, Raw):
                 raws.append(raw)
@@ -373,7 +373,7 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
         if raws:
             break
     if not raws:
-        problem = "none of its first rows can be read" if any(task.rows for task in seen) else "holds no rows"
+        problem = "none of its first rows can be read" if any(task.rows for task in inspected) else "holds no rows"
         raise UserError(spec.field, spec.source.path, problem, "check the file, or leave it out")
     detected = detect(raws, spec.source, spec.field, spec.purpose)
     if rules := RowRules(spec.data.refine).filter:
@@ -381,14 +381,14 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
         if missing:
             reason = f"{detected.reason}; it has no {', '.join(missing)}, which data.refine.filter takes for None"
             detected = replace(detected, reason=reason)
-    return detected, chain(seen, tasks)
+    return detected, chain(inspected, tasks)
 
 
 def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
-    """With the reason of the first row of the commonest fate: that is mostly the reason of all."""
-    said = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
+    """UserError for a source without loss tokens, with the first row of the most common fate."""
+    listed = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
     few = "its only row has no" if total.rows == 1 else f"none of its {total.rows} rows has a"
-    problem = f"{few} token to learn ({said})"
+    problem = f"{few} token to learn ({listed})"
     if not total.fates:
         return UserError(spec.field, spec.source.path, problem, "check the file, or leave the source out")
     fate = total.fates.most_common(1)[0][0]
@@ -399,7 +399,7 @@ def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
 
 
 def check_largest(largest: int, vocabulary: int) -> None:
-    """Every token must have an embedding; a tokenizer may know more words than the model, if the data use none."""
+    """Raises UserError if a token has no embedding; unused tokens beyond the model's vocabulary are fine."""
     if largest >= vocabulary:
         problem = f"the data have token {largest}, the model knows {vocabulary} (0 to {vocabulary - 1})"
         remedy = "use the model's own tokenizer, or for a model from scratch raise model.config.vocab_size"
@@ -407,7 +407,7 @@ def check_largest(largest: int, vocabulary: int) -> None:
 
 
 def in_order(function: Callable[[A], B], items: Iterator[A], workers: int) -> Iterator[B]:
-    """The function's results in the order of the items, computed by worker processes."""
+    """Yields the function's results in the order of the items, computed by worker processes."""
     if workers <= 1:
         yield from map(function, items)
         return
@@ -444,7 +444,7 @@ def _work(item: Any) -> Any:
 
 
 def _write_fates(folder: Path, chunks: int) -> None:
-    """One file of all rows that did not go in as they are."""
+    """Writes one file of all rows that were dropped or changed."""
     with (folder / "fates.jsonl").open("w", encoding="utf-8") as out:
         for number in range(chunks):
             for fate, where, reason in read_summary(folder, number)[1]:
@@ -452,13 +452,13 @@ def _write_fates(folder: Path, chunks: int) -> None:
 
 
 def source_bytes(spec: Spec) -> float:
-    """Bytes of a source's files; a dataset of the hub counts as larger than any."""
+    """Size of a source's files in bytes; a dataset of the hub counts as infinite."""
     files = source_files(spec.source, spec.field)
     return sum(file.stat().st_size for file in files) if files else math.inf
 
 
 def make_sources(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int) -> None:
-    """Makes what is missing of several sources, in order."""
+    """Tokenises what is missing of several sources, in order."""
     missing = [(s, f) for s, f in zip(specs, folders, strict=True) if not (f / "train/done.json").is_file()]
     # The small ones first: a run that need not wait for all waits for the first windows of each.
     missing.sort(key=lambda item: source_bytes(item[0]))
@@ -480,7 +480,7 @@ def _made(folder: Path) -> Path:
 
 
 def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
-    """The passages that training rows must not have: those of the eval sources."""
+    """N-grams of the evaluation sources, which training rows must not contain."""
     words = specs[0].data.refine.decontaminate
     if not words:
         return None
@@ -497,7 +497,7 @@ def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
 
 
 def _repeats(specs: list[Spec], passages: EvalNgrams | None, workers: int, work: Path) -> Removals | None:
-    """The rows of the training sources that repeat others."""
+    """Duplicate rows of the training sources."""
     if specs[0].data.refine.duplicates == "keep":
         return None
     finder = DuplicateFinder(specs[0].data.refine, _made(work / "repeats"))
@@ -510,7 +510,7 @@ def _repeats(specs: list[Spec], passages: EvalNgrams | None, workers: int, work:
 
 
 def main(plan: Path) -> None:
-    """The process of its own: makes what the plan lists, and dies with the one that asked for it."""
+    """Entry point of the tokenising process: builds what the plan lists, and exits with its parent."""
     from filelock import FileLock
     from transformers import AutoTokenizer
 

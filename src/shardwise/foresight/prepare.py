@@ -28,7 +28,7 @@ from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
 from shardwise.core.printable import counted
 from shardwise.data.epochs import Epochs
-from shardwise.data.prepare import Tell, prepare_data
+from shardwise.data.prepare import ProgressReport, prepare_data
 from shardwise.nn.models.adapt import adapt_model, labels_of, settle_attention
 from shardwise.nn.models.build import vocabulary_size
 from shardwise.nn.models.source import ModelSource, find_model
@@ -45,7 +45,7 @@ Gate = Callable[[ModelSource, Run, "Adapted"], Run]
 def prepare_run(
     loaded: LoadedRun,
     say: Callable[[str], None] = lambda _: None,
-    tell: Tell | None = None,
+    tell: ProgressReport | None = None,
     gate: Gate = lambda source, run, adapted: run,
     epochs: Epochs | None = None,
 ) -> ResolvedRun:

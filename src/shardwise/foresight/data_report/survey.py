@@ -24,7 +24,7 @@ from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import all_names, passes_per_epoch
 from shardwise.data.preference import describe_head
 from shardwise.data.preference_layout import LAYOUTS
-from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data
+from shardwise.data.prepare import Prepared, PreparedSource, ProgressReport, prepare_data
 from shardwise.data.render import Renderer
 from shardwise.data.row_renderers import note_of
 from shardwise.data.statistics import DataStatistics, PackingStatistics, SourceStatistics, StepStatistics
@@ -52,7 +52,7 @@ class Survey:
     prepared: Prepared
 
 
-def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Survey:
+def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: ProgressReport | None = None) -> Survey:
     """Finds the tokenizer and prepares the data; raises Problems with everything that is wrong with them."""
     from shardwise.nn.models.build import build_on_meta
     from shardwise.nn.models.source import find_model
@@ -73,7 +73,7 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
     data, seed = run.data, run.train.seed
     vocabulary = vocabulary_size(build_on_meta(source))
     try:
-        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=tell, **known)
+        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, progress=tell, **known)
     except UserError as error:
         raise Problems(_every_problem(data, tokenizer, seed, known) or [error]) from None
     return Survey(run, tokenizer, source.tokenizer, prepared)
