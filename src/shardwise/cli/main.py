@@ -197,7 +197,7 @@ def launch(
         return
     if run_file is None:
         raise UserError("RUN.yaml", None, "is needed", "shardwise launch RUN.yaml --slurm --hosts 2")
-    way = command.Ways(slurm, ray, k8s, sky, ssh).chosen()
+    way = command.LauncherOptions(slurm, ray, k8s, sky, ssh).chosen()
     command.check_options(way, context.params | {"time": time_})
     asked = command.prepare(
         run_file, overrides or [], hosts, ssh, env=env or [], time=time_, name=name, gpus=gpus, gpu=gpu, ranks=ranks,
@@ -321,7 +321,7 @@ def config(
 
 def _print_combinations(machine: bool) -> None:
     from shardwise.config.combinations import RULES
-    from shardwise.config.combinations.page import LEGEND, as_json, matrix, sides, told
+    from shardwise.config.combinations.page import LEGEND, as_json, generic_reason, matrix, sides
 
     if machine:
         print(json.dumps(as_json(), indent=1, ensure_ascii=False))
@@ -329,7 +329,7 @@ def _print_combinations(machine: bool) -> None:
     print(f"{matrix()}\n\n{LEGEND}\n")
     for rule in RULES:
         sign = {"refused": "x", "remark": "o"}[rule.verdict]
-        print(f"{sign} {'  +  '.join(sides(rule))}\n    {told(rule)}\n    → {rule.remedy}")
+        print(f"{sign} {'  +  '.join(sides(rule))}\n    {generic_reason(rule)}\n    → {rule.remedy}")
 
 
 @app.command(epilog=_examples(

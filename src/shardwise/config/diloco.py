@@ -1,6 +1,6 @@
-"""Settings of a run that trains apart from others and meets them every some steps (docs/apart.md).
+"""Settings of a DiLoCo worker, which trains locally and syncs with the others every N steps (docs/apart.md).
 
-What a meeting goes by (outer optimizer, weights, types) is said once, to the meeting point: `shardwise meet`.
+The outer optimizer, weighting and data types are configured once, on the sync server: `shardwise meet`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardwise.config.units import Count, Duration
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`; raises ValueError."""
+    """Splits `HOST:PORT`; raises ValueError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -23,7 +23,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class DiLoCo(Section):
-    """Where and how often a worker meets the others."""
+    """The sync server of a DiLoCo worker, and how often it syncs."""
 
     meet: str = Field(description="HOST:PORT of the meeting point, which `shardwise meet` runs")
     every: Count = Field(default=50, description="steps between two meetings; the last step is always one")

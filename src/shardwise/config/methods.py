@@ -1,4 +1,4 @@
-"""Settings of `method`: which parameters are trained, and what stands in for those that are not."""
+"""Settings of `method`: which parameters are trained, and how the frozen ones are stored."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _targets(value: Any) -> Any:
 
 
 class Full(Section):
-    """Every parameter is trained."""
+    """Full fine-tuning: all parameters are trained."""
 
     type: Literal["full"] = Field(default="full", description="train every parameter")
 
 
 class Lora(Section):
-    """A low-rank update beside each target, trained alone."""
+    """LoRA: a trained low-rank update beside each target."""
 
     type: Literal["lora"] = Field(default="lora", description="train low-rank updates")
     rank: Count = Field(default=16, description="of the updates")
@@ -50,12 +50,12 @@ class Lora(Section):
 
     @property
     def scaled(self) -> float:
-        """alpha, the default filled in."""
+        """alpha, or its default."""
         return self.alpha if self.alpha is not None else 2.0 * self.rank
 
 
 class Qlora(Lora):
-    """LoRA on a base in few bits."""
+    """QLoRA: LoRA on a quantized base model."""
 
     type: Literal["qlora"] = Field(default="qlora", description="train low-rank updates on a quantised base")  # type: ignore[assignment]
     bits: Literal["nf4", "int8", "fp8"] = Field(
@@ -74,13 +74,13 @@ class Qlora(Lora):
     def _check_multiply(self) -> Qlora:
         if self.multiply == "fp8":
             without = {"bits: int8": self.bits == "int8", "dropout": self.dropout > 0, "dora": self.dora}
-            if named := [name for name, there in without.items() if there]:
-                raise Clash("multiply", f"does not go with {' and '.join(named)}", "leave multiply out, or that")
+            if conflicting := [name for name, enabled in without.items() if enabled]:
+                raise Clash("multiply", f"does not go with {' and '.join(conflicting)}", "leave multiply out, or that")
         return self
 
 
 class Ia3(Section):
-    """A learned factor for each key, value and feed-forward channel."""
+    """IA³: a trained scale for each key, value and feed-forward channel."""
 
     type: Literal["ia3"] = Field(default="ia3", description="train factors of keys, values and feed-forward channels")
     targets: Patterns | None = Field(

@@ -1,7 +1,7 @@
-"""Every setting of a run: frozen, complete, and strict, so that a typo is found before any process starts.
+"""All settings of a run: frozen, complete, and strict, so that a typo is found before any process starts.
 
-Only what works is here: a key that had no effect would be worse than an error. Values of `auto` are answered
-by `resolve.py` once the machine, the model and the data are known.
+Every setting has an effect: one that had none would be worse than an error. Values of `auto` are resolved by
+`resolve.py` once the machine, the model and the data are known.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardwise.core.errors import UserError
 
 
 class Model(Section):
-    """What to train: pretrained weights by name, or a fresh model from a configuration."""
+    """The model to train: pretrained weights by name, or a new model from a configuration."""
 
     name: str | None = Field(
         default=None, description="hub id, folder, .gguf file, or the embedded smollm2-135m-instruct"
@@ -76,7 +76,7 @@ def _model(value: Any) -> Any:
 
 
 class Source(Section):
-    """One set of examples."""
+    """A data source."""
 
     path: str = Field(description="file, folder, glob, saved dataset, or hub id (hf:owner/name)", min_length=1)
     name: str | None = Field(default=None, description="of its loss curve; default: from the path")
@@ -116,7 +116,7 @@ def _sources(value: Any) -> Any:
 
 
 def _eval(value: Any) -> Any:
-    """A share ("2%", 0.02) as a float, or sources."""
+    """A fraction ("2%", 0.02) as a float, or a list of sources."""
     if isinstance(value, (int, float)) or (isinstance(value, str) and is_quantity(value)):
         share = float(parse_share(value))
         if not 0 <= share < 1:
@@ -139,7 +139,7 @@ ShareOrSources = Annotated[
 
 
 class Refine(Section):
-    """Rows that are left out before training; each is written to a file with its reason."""
+    """Row filters applied before training; every dropped row is written to a file with its reason."""
 
     min_tokens: Whole = Field(default=0, ge=0, description="shorter rows are left out")
     max_tokens: Count | None = Field(default=None, description="longer rows are left out")
@@ -174,7 +174,7 @@ class Refine(Section):
 
 
 class Data(Section):
-    """What to learn from."""
+    """The training and evaluation data."""
 
     train: Sources = Field(description="a path, or a list of paths and sources")
     eval: ShareOrSources = Field(
@@ -205,12 +205,12 @@ class Data(Section):
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
-        """The sources that are only for evaluation; none where a share is held out."""
+        """Sources used only for evaluation; empty if a fraction is held out."""
         return () if isinstance(self.eval, float) else self.eval
 
     @property
     def eval_share(self) -> float:
-        """The share of each training source that is held out; 0 where evaluation has sources of its own."""
+        """Fraction of each training source that is held out; 0 if evaluation has its own sources."""
         return self.eval if isinstance(self.eval, float) else 0.0
 
     @model_validator(mode="after")
@@ -226,7 +226,7 @@ Some = Annotated[int, Field(ge=0), BeforeValidator(parse_number)]
 
 
 class Warmup(Section):
-    """What two of DeepSpeed's schedules share: the way up from `warmup_min_lr` to `learning_rate`."""
+    """Warmup shared by two of DeepSpeed's schedules: from `warmup_min_lr` to `learning_rate`."""
 
     type: str
     warmup_min_lr: Number = Field(default=0.0, ge=0, description="rate at the start")
@@ -235,20 +235,20 @@ class Warmup(Section):
 
 
 class WarmupLRSchedule(Warmup):
-    """DeepSpeed's schedule of this name: from `warmup_min_lr` up to `learning_rate`, then constant."""
+    """DeepSpeed's WarmupLR: from `warmup_min_lr` to `learning_rate`, then constant."""
 
     type: Literal["WarmupLR"] = Field(description="which of DeepSpeed's schedules")
 
 
 class WarmupDecayLRSchedule(Warmup):
-    """DeepSpeed's schedule of this name: as WarmupLR, then in a line down to the start's rate."""
+    """DeepSpeed's WarmupDecayLR: as WarmupLR, then linear decay to the initial rate."""
 
     type: Literal["WarmupDecayLR"] = Field(description="which of DeepSpeed's schedules")
     total_num_steps: Count | None = Field(default=None, description="where the decay ends; default: with the run")
 
 
 class WarmupCosineLRSchedule(Section):
-    """DeepSpeed's schedule of this name: shares of `learning_rate`, up and then down in a cosine."""
+    """DeepSpeed's WarmupCosineLR: linear warmup and cosine decay, as fractions of `learning_rate`."""
 
     type: Literal["WarmupCosineLR"] = Field(description="which of DeepSpeed's schedules")
     total_num_steps: Count | None = Field(default=None, description="where the decay ends; default: with the run")
@@ -259,7 +259,7 @@ class WarmupCosineLRSchedule(Section):
 
 
 class OneCycleSchedule(Section):
-    """DeepSpeed's schedule of this name: up to `learning_rate` and back, then a decay; the momentum runs contrary."""
+    """DeepSpeed's OneCycle: up to `learning_rate` and back, then decay; the momentum moves inversely."""
 
     type: Literal["OneCycle"] = Field(description="which of DeepSpeed's schedules")
     cycle_min_lr: Number = Field(gt=0, description="rate at both ends of the cycle, e.g. 1e-5")
@@ -276,7 +276,7 @@ class OneCycleSchedule(Section):
 
 
 class LRRangeTestSchedule(Section):
-    """DeepSpeed's schedule of this name: from `learning_rate` up without end, to find the rate that is too much."""
+    """DeepSpeed's LRRangeTest: increases from `learning_rate` without end, to find the stability limit."""
 
     type: Literal["LRRangeTest"] = Field(description="which of DeepSpeed's schedules")
     lr_range_test_step_size: Count = Field(default=2000, description="steps per unit of growth")
@@ -310,7 +310,7 @@ Schedule = Annotated[
 
 
 class Train(Section):
-    """How to learn."""
+    """Optimizer, schedule and length of the training."""
 
     steps: Count | None = Field(
         default=None, description="optimizer steps, each of a full batch; beside epochs: at most so many"
@@ -374,7 +374,7 @@ LEAST_BUCKET = 1 << 10
 
 
 class Parallel(Section):
-    """How the model and its states are spread over the ranks."""
+    """How the model and its states are distributed over the ranks."""
 
     zero: Whole = Field(
         default=2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters"
@@ -437,15 +437,15 @@ class Parallel(Section):
 
     @property
     def beyond_data(self) -> bool:
-        """Whether the model is divided by more than ZeRO."""
+        """Whether the model is partitioned by more than ZeRO."""
         return max(self.tensor, self.context, self.pipeline, self.expert) > 1
 
     @model_validator(mode="after")
     def _of_use(self) -> Parallel:
         check_section("parallel", self)
         plain = Parallel.model_construct().model_dump() if self.auto else {}
-        if self.auto and (named := next((n for n, v in plain.items() if n != "auto" and getattr(self, n) != v), None)):
-            raise Clash("auto", f"the planner chooses all of it, but {named} is given too", f"remove {named}, or auto")
+        if self.auto and (name := next((n for n, v in plain.items() if n != "auto" and getattr(self, n) != v), None)):
+            raise Clash("auto", f"the planner chooses all of it, but {name} is given too", f"remove {name}, or auto")
         if self.chunks == 1:
             raise Clash("chunks", "one stage per rank is not interleaved", "use 2 or more, or schedule: 1f1b")
         if isinstance(self.bucket, int) and self.bucket < LEAST_BUCKET:
@@ -455,7 +455,7 @@ class Parallel(Section):
 
 
 class LossScale(Section):
-    """How fp16 keeps small gradients from vanishing: the loss is scaled up, and the scale adapts to overflows."""
+    """Loss scaling for fp16, which keeps small gradients from underflowing; the scale adapts to overflows."""
 
     value: Literal["dynamic"] | Positive = Field(default="dynamic", description="dynamic, or a number that stays")
     initial: Positive = Field(default=65536.0, description="the dynamic scale at the start")
@@ -472,7 +472,7 @@ class LossScale(Section):
 
 
 class Offload(Section):
-    """What is kept off the device, where memory is cheaper."""
+    """What is offloaded from the device to cheaper memory."""
 
     optimizer: Literal["none", "cpu", "disk"] = Field(
         default="none", description="where the optimizer's states (and half of the master weights) live"
@@ -498,7 +498,7 @@ class Offload(Section):
 
 
 class Checkpoint(Section):
-    """When the state of the run is saved and what is kept."""
+    """When checkpoints are saved, and which are retained."""
 
     every: Interval | None = Field(default=100, description="steps (100) or time (10min); null = only at the end")
     keep: Whole = Field(default=2, ge=1, description="newest checkpoints kept; the best by evaluation is kept besides")
@@ -524,7 +524,7 @@ class Checkpoint(Section):
 
 
 class Export(Section):
-    """The Hugging Face folder written at the end."""
+    """The Hugging Face folder exported at the end."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(default="auto", description="auto = as the original weights")
     shard_size: Size = Field(default=4 << 30, ge=1, description="largest safetensors file, e.g. 4GiB")
@@ -540,7 +540,7 @@ class Export(Section):
 
 
 class Guard(Section):
-    """What to do about NaN, spikes of the loss, and memory whose bits change by themselves."""
+    """Handling of NaN, loss spikes, and silent data corruption."""
 
     nan: Literal["stop", "skip", "back"] = Field(
         default="stop",
@@ -567,7 +567,7 @@ class Guard(Section):
 
     @property
     def skips(self) -> bool:
-        """Whether updates may be left out, so that each must be looked at first."""
+        """Whether updates may be skipped, so that each must be checked first."""
         return self.nan == "skip" or (self.spike is not None and self.on_spike == "skip")
 
 
@@ -580,7 +580,7 @@ def _fp8(value: Any) -> Any:
 
 
 class Fp8(Section):
-    """Which products are made in 8 bits, and how; the rest computes in bf16."""
+    """Which matrix products run in fp8, and how; the rest runs in bf16."""
 
     recipe: Literal["none", "tensorwise", "rowwise"] = Field(
         default="none",
@@ -603,7 +603,7 @@ class Fp8(Section):
 
 
 class Run(Section):
-    """A run, described."""
+    """The settings of a training run."""
 
     model: Annotated[Model, BeforeValidator(_model, json_schema_input_type=str | Model)] = Field(
         description="a name (hub id, folder, .gguf file), or settings of its own"
@@ -711,7 +711,7 @@ class Run(Section):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, values: Any) -> Any:
-        """`precision: fp8` for what it stands for."""
+        """Expands the short form `precision: fp8`."""
         if isinstance(values, dict) and values.get("precision") == "fp8":
             fp8 = _fp8(values.get("fp8") or {})
             if not isinstance(fp8, dict):
@@ -739,7 +739,7 @@ class Run(Section):
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks are compiled; not as long as that is left open."""
+        """Whether blocks are compiled; False while that is not resolved."""
         return self.compile is True
 
     @property

@@ -1,7 +1,7 @@
-"""What a run can have: each feature with the setting that decides it, and a value that turns it on.
+"""The features of a run: each with the setting that decides it, and a value that enables it.
 
-A feature is looked for in any object that has the settings' names: a Run, the config of one's own loop, or a section
-that is being read. What is not there is neither on nor off.
+A feature is looked up in any object with the settings' attribute names: a Run, the config of a custom training loop, or
+a section being validated. A missing setting is neither on nor off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def look_up(settings: Any, path: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """A choice that settings make."""
+    """A choice made by a setting."""
 
     name: str
     field: str  # the setting that decides it
@@ -36,16 +36,16 @@ class Feature:
 
     @property
     def of(self) -> str:
-        """The group that it is one of."""
+        """The group of alternatives it belongs to."""
         return self.group or self.field
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings by dotted path that turn it on, its company among them."""
+        """Settings by dotted path that enable it, including its requirements."""
         return {**self.company, self.field: self.value}
 
     def on(self, settings: Any) -> bool:
-        """Whether settings make this choice."""
+        """Whether the settings enable this feature."""
         value = look_up(settings, self.field)
         if value is ABSENT or not (value == self.value if self.test is None else self.test(value)):
             return False
@@ -77,7 +77,7 @@ def _parts(settings: Any) -> bool:
 
 
 def _choice(field: str, *values: Any, **more: Any) -> tuple[Feature, ...]:
-    """Features that are the values of one setting."""
+    """The features for the values of one setting."""
     return tuple(Feature(f"{field.rpartition('.')[2]}: {value}", field, value, **more) for value in values)
 
 
@@ -228,5 +228,5 @@ NO_CONTEXT = _hidden("context: 1", "parallel.context", 1)
 
 
 def feature(name: str) -> Feature:
-    """One of the features by its name, as `shardwise config --combinations` prints it."""
-    return next(one for one in FEATURES if one.name == name)
+    """Looks up a feature by its name, as `shardwise config --combinations` prints it."""
+    return next(item for item in FEATURES if item.name == name)

@@ -1,9 +1,9 @@
-"""Every rule that two (or three) settings do not combine, and every one that combines with a remark.
+"""All rules about settings that do not combine, or that combine with a remark.
 
-A rule speaks where each of its sides has a feature that is on. The order is that in which mistakes are told: what an
-axis does not go with comes before what a stage or a place needs. In texts, {parallel.zero} is the run's own value and
-{axes} the axes in use. Rules that need the model's numbers, the ranks or the machine are with what knows these:
-config/axes.py, config/resolve.py.
+A rule applies if each of its sides has a feature that is on. The order is that in which conflicts are reported:
+conflicts with an axis come before what a ZeRO stage or an offload target requires. In texts, {parallel.zero} is the
+run's own value and {axes} the axes in use. Rules that depend on the model's sizes, the ranks or the machine are in
+config/axes.py and config/resolve.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Side = Feature | tuple[Feature, ...]
 
 @dataclass(frozen=True)
 class CombinationRule:
-    """Features that do not combine (or do, with a remark): why, and what to do; the field is the one to blame."""
+    """Features that do not combine (or do, with a remark): the reason, the remedy, and the field at fault."""
 
     field: str
     sides: tuple[tuple[Feature, ...], ...]
@@ -30,13 +30,13 @@ class CombinationRule:
     section: bool = False  # told while the section is read, with the line it is on
 
     def applies(self, settings: object) -> bool:
-        """Whether settings are what it speaks of."""
-        return all(any(one.on(settings) for one in side) for side in self.sides)
+        """Whether every side of the rule has a feature that is on."""
+        return all(any(feature.on(settings) for feature in side) for side in self.sides)
 
     @property
     def about_objective(self) -> bool:
-        """Whether it can be told only once the objective is known."""
-        return any(one.of == "objective" for side in self.sides for one in side)
+        """Whether the rule depends on the objective."""
+        return any(feature.of == "objective" for side in self.sides for feature in side)
 
 
 def _rule(
@@ -48,17 +48,17 @@ def _rule(
     shown: str = "",
     section: bool = False,
 ) -> CombinationRule:
-    whole = tuple(side if isinstance(side, tuple) else (side,) for side in sides)
-    return CombinationRule(field, whole, why, remedy, verdict, shown, section)
+    alternatives = tuple(side if isinstance(side, tuple) else (side,) for side in sides)
+    return CombinationRule(field, alternatives, why, remedy, verdict, shown, section)
 
 
-def named(features: tuple[Feature, ...]) -> str:
-    """Their values in a row."""
-    return ", ".join(str(one.value) for one in features)
+def values_of(features: tuple[Feature, ...]) -> str:
+    """The features' values, comma-separated."""
+    return ", ".join(str(feature.value) for feature in features)
 
 
-def _others(features: tuple[Feature, ...], *but: Feature) -> tuple[Feature, ...]:
-    return tuple(one for one in features if one not in but)
+def _others(features: tuple[Feature, ...], *excluded: Feature) -> tuple[Feature, ...]:
+    return tuple(feature for feature in features if feature not in excluded)
 
 
 DIVIDED = (f.TENSOR, f.EXPERT)  # a rank has a part of a weight, or other weights than its neighbour
@@ -77,7 +77,7 @@ SO_FAR = "is for {allowed} so far, and the objective is {{objective.type}}"
 
 
 def _for(allowed: tuple[Feature, ...]) -> str:
-    return SO_FAR.format(allowed=named(allowed))
+    return SO_FAR.format(allowed=values_of(allowed))
 
 
 SECTIONS = (
@@ -183,7 +183,7 @@ PLACES = (
           "moves what recomputation keeps, but recompute is {recompute}", "use recompute: full"),
     _rule("offload.optimizer", (f.STATES, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
           "{train.optimizer} looks at whole matrices; states leave the device in pieces",
-          f"use optimizer: {named(f.ELEMENTWISE)}, or offload none"),
+          f"use optimizer: {values_of(f.ELEMENTWISE)}, or offload none"),
     _rule("offload.parameters", (f.PARAMETERS, f.ZERO[:3]), "stage {parallel.zero} holds all parameters on the device",
           "set parallel.zero: 3"),
     _rule("fp8.gather", (f.FP8_GATHER, f.PARAMETERS), "weights that are not on the device cannot be asked for scales",
@@ -206,7 +206,7 @@ UPDATES = (
           "the upper half of fp32 is bf16, but {precision} is computed in", "set precision: bf16, or leave it out"),
     _rule("train.masters", (f.SPLIT_MASTERS, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
           "{train.optimizer} looks at whole matrices; split weights are updated in pieces",
-          f"use optimizer: {named(f.ELEMENTWISE)}, or masters: fp32"),
+          f"use optimizer: {values_of(f.ELEMENTWISE)}, or masters: fp32"),
     _rule("train.in_backward", (f.IN_BACKWARD, f.CLIP),
           "clipping needs the norm of all gradients, which are gone one by one",
           "set train.clip: null"),
@@ -214,11 +214,11 @@ UPDATES = (
           "fp16's loss scale must see all gradients before the first is used",
           "use precision: bf16 or fp32"),
     _rule("train.in_backward", (f.IN_BACKWARD, _others(f.OPTIMIZERS, *f.ELEMENTWISE, f.ADAM_MINI)),
-          "{train.optimizer} works over all ranks at once", f"use optimizer: {named(f.ELEMENTWISE)}"),
+          "{train.optimizer} works over all ranks at once", f"use optimizer: {values_of(f.ELEMENTWISE)}"),
     _rule("train.in_backward", (f.IN_BACKWARD, (f.SKIPS, f.SKIPS_LEAPS)),
           "an update that may be left out waits for all gradients", "leave it out, or use guard: back or stop"),
     _rule("train.optimizer_state", (f.BF16_STATES, _others(f.OPTIMIZERS, *CODED)),
-          "{train.optimizer} has its own way to store its states", f"leave it out, or use one of {named(CODED)}"),
+          "{train.optimizer} has its own way to store its states", f"leave it out, or use one of {values_of(CODED)}"),
     _rule("train.optimizer_state", (f.BF16_STATES, f.SGD, f.NO_MOMENTUM),
           "sgd without momentum (betas[0] = 0) has no state", "leave it out"),
     _rule("train.betas", (f.ADAFACTOR, f.OTHER_BETAS),

@@ -1,7 +1,7 @@
-"""Every key of DeepSpeed's config, in one table: what becomes of it here, and why.
+"""Every key of DeepSpeed's config in one table: how it is handled here, and why.
 
-The order is the order of translation (the stage before what depends on it). A path that ends in `.*` stands for a whole
-block whose keys share one fate. docs/deepspeed.md is printed from this table.
+The order is the order of translation (the stage before what depends on it). A path that ends in `.*` stands for a full
+block whose keys are handled alike. docs/deepspeed.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ OFF = (False, None, "none", 0)
 
 @dataclass(frozen=True)
 class Key:
-    """One row: the path, the verdict, our equivalent or the reason, and for honoured keys the rule that translates.
+    """One row: the path, the verdict, our equivalent or the reason, and the rule that translates a supported key.
 
-    `off` are the values of a refused key that ask for nothing and pass.
+    `off` are the values of a rejected key that request nothing and are accepted.
     """
 
     path: str
@@ -44,12 +44,12 @@ def refused(path: str, note: str, remedy: str = "remove the key", off: tuple[Any
 
 
 def several(prefix: str, names: str, note: str) -> list[Key]:
-    """Rows with one reason."""
+    """Rows of keys that share one reason."""
     return [idle(f"{prefix}.{name}", note) for name in names.split()]
 
 
 def scheduled(names: str) -> list[Key]:
-    """Parameters that our schedule of the same name takes under the same name."""
+    """Rows of schedule parameters that our schedule takes under the same name."""
     return [
         honoured(f"scheduler.params.{name}", f"`train.schedule.{name}`", r.schedule_parameter) for name in names.split()
     ]
