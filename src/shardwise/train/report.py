@@ -16,7 +16,7 @@ import torch
 from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.memory import MemoryWatch
 from shardwise.observe.metrics import MetricsFile
-from shardwise.observe.pace import told
+from shardwise.observe.pace import describe_slow_rank
 from shardwise.observe.progress import Progress
 from shardwise.observe.ranks import HostFigures, RankFile, host_file
 from shardwise.observe.tables import Tables
@@ -124,7 +124,7 @@ class TrainReport:
         """Ranks that were found to keep the others waiting."""
         for record in records if self._active else []:
             self._file.append(record)
-            self._progress.note(told(record))
+            self._progress.note(describe_slow_rank(record))
 
     def ending(self, words: str) -> None:
         """What is still to do after the last step, where that takes more than a moment."""
