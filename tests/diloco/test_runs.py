@@ -172,6 +172,8 @@ def test_a_long_wait_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(seconds)
         return {"slept": seconds}
 
-    assert alone._beside(lambda: work(1.7), lambda: told.append("waiting")) == {"slept": 1.7} and told == ["waiting"]
+    assert alone._run_on_main(lambda: work(1.7), lambda: told.append("waiting")) == {"slept": 1.7} and told == [
+        "waiting"
+    ]
     monkeypatch.setattr("shardwise.diloco.worker.SILENCE", 60.0)
-    assert alone._beside(lambda: work(0.0), lambda: told.append("again")) == {"slept": 0.0} and told == ["waiting"]
+    assert alone._run_on_main(lambda: work(0.0), lambda: told.append("again")) == {"slept": 0.0} and told == ["waiting"]

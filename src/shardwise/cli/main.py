@@ -75,8 +75,8 @@ def train(
         need_server()
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
-    asked = [f"log.profile=[{profile}]"] if profile else []
-    trainer = Trainer(run_file, *(overrides or ()), *asked, force=force)
+    profile_override = [f"log.profile=[{profile}]"] if profile else []
+    trainer = Trainer(run_file, *(overrides or ()), *profile_override, force=force)
     job = trainer.prepare(say)
     if loud:
         print_account(trainer.loaded.account, job.run)
@@ -188,34 +188,34 @@ def launch(
     from shardwise.launch.submission import parse_seconds
 
     if status is not None:
-        command.check_alone("--status", _given(context, "status", "address"))
+        command.check_alone("--status", _given_options(context, "status", "address"))
         print(command.status(status, address))
         return
     if cancel is not None:
-        command.check_alone("--cancel", _given(context, "cancel", "address"))
+        command.check_alone("--cancel", _given_options(context, "cancel", "address"))
         print(command.cancel(cancel, address))
         return
     if run_file is None:
         raise UserError("RUN.yaml", None, "is needed", "shardwise launch RUN.yaml --slurm --hosts 2")
-    way = command.LauncherOptions(slurm, ray, k8s, sky, ssh).chosen()
-    command.check_options(way, context.params | {"time": time_})
-    asked = command.prepare(
+    launcher = command.LauncherOptions(slurm, ray, k8s, sky, ssh).chosen()
+    command.check_options(launcher, context.params | {"time": time_})
+    submission = command.prepare(
         run_file, overrides or [], hosts, ssh, env=env or [], time=time_, name=name, gpus=gpus, gpu=gpu, ranks=ranks,
         cpus=cpus, memory=memory, partition=partition, account=account, image=image, volume=volume,
         lines=tuple(line or ()), address=address, port=port, restarts=restarts,
         grace=math.ceil(parse_seconds("--grace", grace, 1)),
     )  # fmt: skip
-    raise typer.Exit(command.launch(way, asked, dry_run, follow))
+    raise typer.Exit(command.launch(launcher, submission, dry_run, follow))
 
 
-def _given(context: typer.Context, *but: str) -> list[str]:
-    """What the command line says besides: options as they are written, arguments by their name in the help."""
-    found = []
+def _given_options(context: typer.Context, *excluded: str) -> list[str]:
+    """Options and arguments given on the command line, except `excluded`."""
+    names = []
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in but:
-            found.append(parameter.opts[0] if parameter.param_type_name == "option" else str(parameter.metavar))
-    return found
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in excluded:
+            names.append(parameter.opts[0] if parameter.param_type_name == "option" else str(parameter.metavar))
+    return names
 
 
 @app.command(epilog=_examples(
@@ -259,12 +259,12 @@ def node(
     from shardwise.launch.node import NodeOptions, run_node
     from shardwise.launch.submission import parse_seconds
 
-    asked = NodeOptions(
+    options = NodeOptions(
         hosts, meet, ranks, restarts, parse_seconds("--grace", grace, 1), parse_seconds("--patience", patience, 3),
         None if last_call is None else parse_seconds("--last-call", last_call), parse_seconds("--wait", wait, 1),
         name, id_, listen, withdraw, token_file,
     )  # fmt: skip
-    raise typer.Exit(run_node(run_file, overrides or [], asked))
+    raise typer.Exit(run_node(run_file, overrides or [], options))
 
 
 @app.command(epilog=_examples(
@@ -432,7 +432,7 @@ def export(
     if gguf is None and target.suffix == ".gguf":
         problem = "is the name of a GGUF file, but a Hugging Face folder would be written"
         raise UserError("target", str(target), problem, "add --gguf with a type, e.g. --gguf q8_0, or name a folder")
-    wanted: Check = "auto" if check is None else check
+    check_mode: Check = "auto" if check is None else check
     if gguf is not None:
         if dtype != "auto":
             raise UserError("--dtype", dtype, "is for Hugging Face folders", f"leave it out: --gguf {gguf} is the type")
@@ -440,22 +440,30 @@ def export(
             problem = "is for Hugging Face folders: a GGUF file never has such tensors"
             raise UserError("--allow-missing-tensors", True, problem, "leave it out")
         done = export_gguf(
-            checkpoint, target, gguf, overwrite, _say, changed_tokenizer, wanted, allow_unreadable, trust_remote_code
+            checkpoint,
+            target,
+            gguf,
+            overwrite,
+            _say,
+            changed_tokenizer,
+            check_mode,
+            allow_unreadable,
+            trust_remote_code,
         )
     else:
         if allow_unreadable:
             raise UserError("--allow-unreadable", True, "is for GGUF files", "add --gguf with a type, or leave it out")
-        found = find_checkpoint(Path(checkpoint).expanduser())
-        _say(f"exporting {found}")
+        source = find_checkpoint(Path(checkpoint).expanduser())
+        _say(f"exporting {source}")
         done = export_folder(
-            found,
+            source,
             target,
             dtype,
             size,
             overwrite,
             _say,
             changed_tokenizer=changed_tokenizer,
-            check=wanted,
+            check=check_mode,
             merged=merged,
             allow_missing=allow_missing_tensors,
             trust=trust_remote_code,
@@ -707,8 +715,8 @@ def plan(
     try:
         from shardwise.foresight.plan.command import PlanOptions, run_plan
 
-        asked = PlanOptions(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
-        raise typer.Exit(run_plan(asked, write, html, as_json))
+        options = PlanOptions(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
+        raise typer.Exit(run_plan(options, write, html, as_json))
     finally:
         gc.enable()
 
@@ -762,12 +770,12 @@ def zoo(
     results = run_zoo(names or (), axis or tuple(AXES), task or TASKS, keep)
     if write is not None:
         write.write_text(as_markdown(results, "shardwise zoo --write docs/architectures.md"))
-    for one in results:
-        if names or one.outcome == "wrong":
-            print(f"{one.axis:9} {one.task:8} {one.model_type:24} {one.outcome:8} {one.why}")
+    for result in results:
+        if names or result.outcome == "wrong":
+            print(f"{result.axis:9} {result.task:8} {result.model_type:24} {result.outcome:8} {result.why}")
     for line in summary(results):
         print(line)
-    raise typer.Exit(any(one.outcome == "wrong" for one in results))
+    raise typer.Exit(any(result.outcome == "wrong" for result in results))
 
 
 bench_app = typer.Typer(rich_markup_mode="rich")
@@ -877,13 +885,13 @@ def recipes(
         written = copy_recipe(name, target)
         print(f"{written}: point data at your own files, then run `shardwise train {written}`")
         return
-    found = {n: about for n, about in known.items() if name is None or name.lower() in f"{n} {about}".lower()}
-    if name is not None and (name in known or not found):
+    matches = {n: about for n, about in known.items() if name is None or name.lower() in f"{n} {about}".lower()}
+    if name is not None and (name in known or not matches):
         print(recipe(name), end="")
         return
-    width = max(map(len, found))
-    for each, about in found.items():
-        print(f"{each:{width}}  {about}")
+    width = max(map(len, matches))
+    for name_of_recipe, about in matches.items():
+        print(f"{name_of_recipe:{width}}  {about}")
 
 
 @app.command(
@@ -932,25 +940,25 @@ def _has_the_word(error: Exception) -> bool:
 
 def main(argv: list[str] | None = None) -> Any:
     """The `shardwise` command: one message and an exit code for every failure a user can meet."""
-    heard = _CtrlC((argv or sys.argv[1:])[:1] == ["train"])
+    interrupts = _CtrlC((argv or sys.argv[1:])[:1] == ["train"])
     try:
-        with heard:
+        with interrupts:
             app(args=argv, standalone_mode=True)
     except (UserError, RunFailed, Interrupted) as error:
         if _has_the_word(error):
             label = "" if isinstance(error, Interrupted) else "error: "
-            for one in apart(error) if isinstance(error, UserError) else [error]:
-                print(f"{label}{one}", file=sys.stderr, flush=True)
+            for failure in apart(error) if isinstance(error, UserError) else [error]:
+                print(f"{label}{failure}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left: so do we
         sys.exit(141)
     except BaseException as error:
-        if not heard.lately or (isinstance(error, SystemExit) and error.code != 130):
+        if not interrupts.lately or (isinstance(error, SystemExit) and error.code != 130):
             raise
         with suppress(BaseException):
             atexit._run_exitfuncs()
-        heard.leave()
+        interrupts.leave()
 
 
 class _CtrlC:

@@ -12,8 +12,7 @@ every candidate is verified on the n-grams themselves, so false positives cost t
 pair at the threshold is found with 99% probability. Own numpy code, because the index must not grow in memory with the
 source: datasketch 2.0 holds 6 KB in Python objects per row of 146 words (and takes 3 times as long:
 benchmarks/duplicates.py); here it is 100 bytes in memory, 700 where nearly all rows are near-duplicates, and the keys
-on
-disk while rows are compared.
+on disk while rows are compared.
 """
 
 from __future__ import annotations

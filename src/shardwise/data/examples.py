@@ -60,8 +60,7 @@ class Document:
     """Token ids and a loss mask (`learned`; always False for the first token, which nothing predicts).
 
     `head` is a number stored before the tokens, for purposes that need one (layout.py); `remarks` are warnings about
-    the
-    row (row_warnings.py).
+    the row (row_warnings.py).
     """
 
     where: str

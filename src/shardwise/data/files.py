@@ -2,8 +2,7 @@
 
 A source is a file, a folder, a glob, a saved dataset or a dataset of the hub. Nothing is selected or skipped silently:
 an explicitly named file of unknown kind is an error, one inside a folder is counted in `source_notes`, and settings
-that
-do not apply to a source are rejected.
+that do not apply to a source are rejected.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ class PreferenceBatch(MicroBatch):
     """Conversations and, for every position, the index of its conversation; padding has the index `count`.
 
     In pairs, 2i is chosen and 2i + 1 rejected. `wanted`: 1 or 0 for single answers. `answer_sources`: the source of
-    each
-    pair or single answer, None if there is only one.
+    each pair or single answer, None if there is only one.
     """
 
     conversations: torch.Tensor

@@ -1,9 +1,8 @@
 """Filtering of training rows (`data.refine`).
 
 In the order of evaluation: the filter and decontamination, row by row in the workers (`RowRules`); duplicates, in a
-pass
-over the remaining rows (`row_keys` in the workers, `DuplicateFinder` in the parent, see duplicates.py); the length in
-tokens, once a row is rendered (`length_fate`). A row dropped for one reason does not count as a first occurrence.
+pass over the remaining rows (`row_keys` in the workers, `DuplicateFinder` in the parent, see duplicates.py); the length
+in tokens, once a row is rendered (`length_fate`). A row dropped for one reason does not count as a first occurrence.
 """
 
 from __future__ import annotations

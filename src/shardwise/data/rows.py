@@ -22,10 +22,8 @@ class RowBatch:
     """Inputs of one forward with one document per row: ids padded to the longest, and labels.
 
     `labels` are target tokens, the tokens under masks, or a class per row; `sources` is the source index of each row,
-    out
-    of `source_count`, None if there is only one; `units` counts labels by source, where only the batch knows; `counts`
-    as
-    in MicroBatch.
+    out of `source_count`, None if there is only one; `units` counts labels by source, where only the batch knows;
+    `counts` as in MicroBatch.
     """
 
     input_ids: torch.Tensor

@@ -1,9 +1,8 @@
 """Statistics of a run's data: what each source contributes, the fates of its rows, and packing efficiency.
 
 Everything here is counts, so that the same statistics serve the terminal, the page and other tools, and stay small for
-a
-source of any size. Lengths are a histogram over fixed edges: histograms of chunks add up, and percentiles are accurate
-to within an eighth.
+a source of any size. Lengths are a histogram over fixed edges: histograms of chunks add up, and percentiles are
+accurate to within an eighth.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class SourceStatistics:
     """Statistics of one source.
 
     `lengths` counts rows by their tokens before `data.over_length` is applied; `passes` is how often each row is used
-    in
-    one epoch of the run, `share` the source's fraction of the mixture's loss tokens.
+    in one epoch of the run, `share` the source's fraction of the mixture's loss tokens.
     """
 
     name: str

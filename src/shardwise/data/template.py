@@ -229,10 +229,8 @@ class ChatTemplate:
         """Raises RowFault if a message spells a special token.
 
         [Note: markup in content] A message that spells a special token would be tokenised as that token. That would
-        create
-        turns that nobody took, or an answer that ends half-way. The tokenizer cannot be told which occurrence is text,
-        so the
-        row is rejected. Other added tokens count where the template separates turns with them.
+        create turns that nobody took, or an answer that ends half-way. The tokenizer cannot be told which occurrence is
+        text, so the row is rejected. Other added tokens count where the template separates turns with them.
         """
         if self._spelled is None:
             self._spelled = self._markup()

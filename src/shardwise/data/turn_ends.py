@@ -137,8 +137,7 @@ def find_end(
     """The end of an answer before a message of this role (None: of the last answer); None if there is none.
 
     `calls` is the text of its tool calls: the marker that closes those does not end the turn. `known` are markers that
-    end
-    answers without calls.
+    end answers without calls.
     """
     ends = _Ends(markers, opening, around, calls, markers.stops.union(known))
     return ends.at_last() if role is None else End(ends.before(role))

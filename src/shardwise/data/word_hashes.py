@@ -65,10 +65,8 @@ def hashed_words(
     """Word hashes (uint64) of all examples, concatenated, and the number of each example's words.
 
     System prompts are ignored: rows that share one are not duplicates for that. An example with some words but fewer
-    than
-    `fill` is padded, so that it has one n-gram. `roles`: the same word by another role is different. `signs`:
-    arithmetic
-    signs count as words.
+    than `fill` is padded, so that it has one n-gram. `roles`: the same word by another role is different. `signs`:
+    arithmetic signs count as words.
     """
     words: list[bytes] = []
     salts: list[int] = []

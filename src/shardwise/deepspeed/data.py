@@ -1,4 +1,4 @@
-"""The loader that `initialize(training_data=…)` returns: each rank's share of the samples, in micro-batches."""
+"""The data loader that `initialize(training_data=…)` returns: this rank's share of the samples, in micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
 class DeepSpeedDataLoader:
-    """Iterates over this rank's micro-batches; as in DeepSpeed, every epoch has the same order unless told its number.
+    """Iterates over this rank's micro-batches; as in DeepSpeed, every epoch has the same order by default.
 
     Call `loader.data_sampler.set_epoch(n)` for another order.
     """
@@ -55,7 +55,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Starts a loader anew whenever it ends."""
+    """Restarts a loader whenever it ends."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

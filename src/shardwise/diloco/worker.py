@@ -1,10 +1,9 @@
-"""A worker that trains apart: joins the others, meets them every some steps, and goes on from what all came to.
+"""A DiLoCo worker: joins the others, syncs with them every N steps, and continues from the global parameters.
 
-[Note: coming back] A checkpoint knows the round it was made in. A worker that comes back while this round is still
-under way goes on with its own parameters, as if it had never been away. If the others have moved on, it takes the
-global parameters and the others' place in the run: at round k that is step k × every, since the schedule belongs to the
-model, not to the worker. Its data go on where it stopped, and its inner optimizer keeps its states; what it had learned
-since its last meeting is lost.
+[Note: coming back] A checkpoint records its round. A worker that returns during the same round resumes with its own
+parameters, as if it had never been away. If the others have moved on, it takes the global parameters and the others'
+position in the run: at round k that is step k × every, since the schedule belongs to the model, not to the worker. Its
+data resume where it stopped, and its inner optimizer keeps its states; what it had trained since its last sync is lost.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ SILENCE = 10.0  # seconds in a meeting after which the terminal is told what is 
 BEAT = 0.5  # seconds between signs of life to the other ranks while the main one is on the network
 
 
-def join_others(parts: TrainState) -> NoSync | OuterSync:
-    """The run's meetings; where it trains apart, joined: the parameters and the position may have moved on."""
-    total = parts.job.run.train.steps or 0
-    if parts.job.run.apart is None or parts.position.step >= total:
+def join_others(state: TrainState) -> NoSync | OuterSync:
+    """Joins the sync server if the run uses DiLoCo; the parameters and the position may have moved on."""
+    total = state.job.run.train.steps or 0
+    if state.job.run.apart is None or state.position.step >= total:
         return NoSync()
-    parts.status.set("joining the other workers")
-    return OuterSync(parts, parts.job.run.apart, total)
+    state.status.set("joining the other workers")
+    return OuterSync(state, state.job.run.apart, total)
 
 
 class OuterSync(NoSync):
-    """One worker's meetings; every rank has one, and the main rank's goes to the network."""
+    """Syncs of one worker; every rank has one, and the main rank talks to the network."""
 
     def __init__(self, parts: TrainState, settings: DiLoCo, total: int) -> None:
         self._parts, self._settings, self._total = parts, settings, total
@@ -65,7 +64,7 @@ class OuterSync(NoSync):
         self._join()
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether this step ends with a meeting."""
+        """Whether this step ends with a sync."""
         return last or step % self._settings.every == 0
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -94,7 +93,7 @@ class OuterSync(NoSync):
                 answer["round"] = client.fetch_global(plan, self._folder / "in")
             return answer | {"own": known == answer["round"]}
 
-        answer = self._beside(come)
+        answer = self._run_on_main(come)
         self._rule = OuterRule(**answer["rule"])
         self._round = int(answer["round"])
         position, before = self._position, self._position.step
@@ -115,24 +114,24 @@ class OuterSync(NoSync):
         if not own or "supervised" not in position.apart:
             position.apart = {"supervised": position.supervised}
         position.apart["round"] = self._round
-        self.notes = (self._told(answer["same"], own, before),)
+        self.notes = (self._join_message(answer["same"], own, before),)
 
-    def _told(self, same: bool, own: bool, before: int) -> str:
-        said = f"apart: joined at round {self._round}, meeting every {self._settings.every} steps"
+    def _join_message(self, same: bool, own: bool, before: int) -> str:
+        text = f"apart: joined at round {self._round}, meeting every {self._settings.every} steps"
         if not own:
             moved = f", at step {self._position.step}" if self._position.step > before else ""
-            said += f"; took the parameters of the others{moved}"
+            text += f"; took the parameters of the others{moved}"
         elif not same:
-            said += "; going on within the round"
-        return said
+            text += "; going on within the round"
+        return text
 
     # Meeting
 
-    def meet(self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, Any]:
-        """Sends what was learned, waits for the others, takes what all came to; a record of it for metrics.jsonl.
+    def meet(self, last: bool, stopping: Callable[[], bool], log: Callable[[str], None]) -> dict[str, Any]:
+        """Sends this worker's difference, waits for the others and applies the result; returns its record.
 
-        `stopping`: whether the run was asked to stop. Then nobody is waited for, unless it was the last step.
-        `tell`: where a long wait is explained.
+        `stopping`: whether the run was asked to stop. Then it does not wait, unless it was the last step. `log`:
+        receives the explanation of a long wait.
         """
         position, rule, client = self._position, self._rule, self._client
         self._stage(rule.dtype, lambda name, local: self._anchor[name] - local)
@@ -150,7 +149,7 @@ class OuterSync(NoSync):
             return {"ended": ended and vars(ended), "traffic": traffic}
 
         waits = f"step {position.step}: waiting for the other workers to end round {self._round}"
-        answer = self._beside(exchange, lambda: tell(waits))
+        answer = self._run_on_main(exchange, lambda: log(waits))
         record = {"kind": "meet", "step": position.step, "tokens": word["tokens"], **answer["traffic"]}
         if answer["ended"] is None:
             return record | {"left": True}
@@ -167,7 +166,7 @@ class OuterSync(NoSync):
         }  # fmt: skip
 
     def _keep_step(self) -> None:
-        """Who is behind the others takes their place in the run, so that all end with the same meeting."""
+        """Moves a worker that is behind to the others' step, so that all end with the same sync."""
         position = self._position
         position.step = max(position.step, min(self._round * self._settings.every, self._total))
 
@@ -189,9 +188,9 @@ class OuterSync(NoSync):
         if self._world.is_main:
             out.mkdir(exist_ok=True)
         for name, local in self._trained.local():
-            whole = self._trained.gather(name, of(name, local))
-            if whole is not None:
-                put(cutter.put(whole))
+            full = self._trained.gather(name, of(name, local))
+            if full is not None:
+                put(cutter.put(full))
         if self._world.is_main:
             put(cutter.rest())
         return digest.hexdigest()
@@ -205,32 +204,34 @@ class OuterSync(NoSync):
 
     @torch.no_grad()
     def _apply(self, kind: str, write: bool) -> None:
-        """Takes the fetched parts as the new anchor and, where `write`, as the parameters."""
+        """Uses the fetched parts as the new anchor and, if `write`, as the parameters."""
         dtype: Dtype = "fp32" if kind == "global" else self._rule.dtype
         plan, source = self._trained.plan, self._folder / "in"
         files = ((source / f"{i:05d}").read_bytes() for i in range(plan.parts))
         joiner = Joiner(decode(body, dtype, plan.size(i)) for i, body in enumerate(files))
         for name, shape in plan.tensors:
-            whole = joiner.take(shape) if self._world.is_main else None
-            came = self._trained.scatter(name, whole)
-            self._anchor[name] = came.clone() if kind == "global" else self._anchor[name] + came
+            full = joiner.take(shape) if self._world.is_main else None
+            received = self._trained.scatter(name, full)
+            self._anchor[name] = received.clone() if kind == "global" else self._anchor[name] + received
             if write:
                 self._trained.write(name, self._anchor[name])
         self._trained.written()
 
-    def _beside(self, work: Callable[[], dict[str, Any]], tell: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Does the main rank's work on the network in a thread, and gives all ranks its result.
+    def _run_on_main(
+        self, work: Callable[[], dict[str, Any]], on_delay: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Runs the main rank's network work in a thread, and broadcasts its result.
 
-        Meanwhile the main rank gives signs of life: others may be waited for longer than ranks wait for one another.
-        `tell` is called once where it takes long.
+        Meanwhile the main rank sends heartbeats: workers may wait longer than the ranks' collective timeout. `on_delay`
+        is called once if it takes long.
         """
         quiet_until = time.monotonic() + SILENCE
-        found: list[Any] = [None]
+        result: list[Any] = [None]
         failed: list[BaseException] = []
 
         def run() -> None:
             try:
-                found[0] = work()
+                result[0] = work()
             except BaseException as error:
                 failed.append(error)
 
@@ -243,25 +244,25 @@ class OuterSync(NoSync):
             if self._world.is_main:
                 thread.join(BEAT)
                 ended.fill_(not thread.is_alive())
-                if tell is not None and not ended and time.monotonic() > quiet_until:
-                    tell()
-                    tell = None
+                if on_delay is not None and not ended and time.monotonic() > quiet_until:
+                    on_delay()
+                    on_delay = None
             if beating:
                 dist.broadcast(ended, 0, group=group)
         if failed:
             raise failed[0]  # the other ranks are ended by the one that watches over them
         if beating:
-            dist.broadcast_object_list(found, 0, group=group)
-        return dict(found[0])
+            dist.broadcast_object_list(result, 0, group=group)
+        return dict(result[0])
 
 
 def name_of(settings: DiLoCo, output: Path) -> str:
-    """A worker's name: given, or the same whenever this run is started on this host."""
+    """A worker's name: given, or stable for this run on this host."""
     return settings.name or f"{socket.gethostname()}:{output.absolute()}"[-200:]
 
 
 def token_of(settings: DiLoCo) -> str | None:
-    """The token, from the environment: files are copied, and command lines are seen by all."""
+    """The token from the environment: files are copied, and command lines are public."""
     if settings.token_env is None:
         return None
     if not (token := os.environ.get(settings.token_env, "").strip()):

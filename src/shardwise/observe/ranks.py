@@ -3,8 +3,7 @@
 metrics.jsonl is the run's durable record, written by the main rank alone. Whether one rank is slower or fuller than the
 others, and whether a host runs out of memory or disk, is only visible locally; so every rank appends its own line at
 log time, from values it already has, and the first rank of a host has a thread that samples the host. Nothing here
-syncs
-with a device, and nothing here may end a run: a full disk stops these files, not training.
+syncs with a device, and nothing here may end a run: a full disk stops these files, not training.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It is read-only. Requests name runs by ids assigned by the finder and ranks by numbers that have files; no part of a
 request becomes a path. What runs have written (names, logs, samples) is sent as JSON or plain text, and the page
-inserts
-it as text, so that none of it is ever HTML; the content security policy would stop anything that slipped through.
+inserts it as text, so that none of it is ever HTML; the content security policy would stop anything that slipped
+through.
 """
 
 from __future__ import annotations
