@@ -147,7 +147,9 @@ def check_system() -> Iterator[Finding]:
     yield Finding("os", "ok", f"{platform.system()} {platform.release()} ({platform.machine()})")
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}")
-    total, free, physical = usable_memory(), free_memory(), psutil.virtual_memory().total
+    total = usable_memory()
+    free = free_memory()
+    physical = psutil.virtual_memory().total
     limited = f" (cgroup limit; the machine has {_gib(physical)})" if total < physical else ""
     text = f"{_gib(total)} usable{limited}, {_gib(free)} free"
     remedy = "training every weight of even a 135M model takes about 3 GiB: end other programs or raise the limit"
@@ -330,7 +332,8 @@ def check_environment(environment: Mapping[str, str] | None = None) -> Iterator[
         value = environment[name]
         secret = SECRET_VARIABLE.search(name) or SECRET_VALUE.search(value)
         yield Finding(name, "note", "set (hidden)" if secret and value else value or "set, but empty")
-    threads, cores = environment.get("OMP_NUM_THREADS", ""), usable_cores()
+    threads = environment.get("OMP_NUM_THREADS", "")
+    cores = usable_cores()
     if threads.isdigit() and int(threads) > cores:
         remedy = f"each rank will slow itself down: set it to {cores} divided by the ranks, or unset it"
         yield Finding("threads", "warn", f"OMP_NUM_THREADS={threads} with {cores} usable cores", remedy)

@@ -77,14 +77,14 @@ def train(
     say = _say if loud else (lambda _: None)
     profile_override = [f"log.profile=[{profile}]"] if profile else []
     trainer = Trainer(run_file, *(overrides or ()), *profile_override, force=force)
-    job = trainer.prepare(say)
+    resolved = trainer.prepare(say)
     if loud:
-        print_account(trainer.loaded.account, job.run)
-        print_plan(job)
-    with _dashboard(job.output if watched and main_rank else None):
+        print_account(trainer.loaded.account, resolved.run)
+        print_plan(resolved)
+    with _dashboard(resolved.output if watched and main_rank else None):
         result = trainer.fit(say)
     if main_rank:
-        print_result(result, job)
+        print_result(result, resolved)
 
 
 def _dashboard(output: Path | None) -> AbstractContextManager[None]:
@@ -926,11 +926,12 @@ def _root(
     pass
 
 
-def _has_the_word(error: Exception) -> bool:
-    """Whether this process is the one to print a failure: under torchrun all ranks of a host mostly meet the same one.
+def _should_report(error: Exception) -> bool:
+    """Whether this process prints a failure: under torchrun all ranks of a host mostly have the same one.
 
-    The first rank speaks. torchrun ends all as soon as one has left, so the others wait for the first to speak and for
-    their own end. A rank that is still there after that met a failure of its own.
+    The first rank prints it. torchrun ends all ranks as soon as one has exited, so the others wait for the first to
+    print
+    and for their own end. A rank that is still alive after that has a failure of its own.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         return True
@@ -939,13 +940,13 @@ def _has_the_word(error: Exception) -> bool:
 
 
 def main(argv: list[str] | None = None) -> Any:
-    """The `shardwise` command: one message and an exit code for every failure a user can meet."""
+    """The `shardwise` command: prints one message and exits with a code for every failure a user can meet."""
     interrupts = _CtrlC((argv or sys.argv[1:])[:1] == ["train"])
     try:
         with interrupts:
             app(args=argv, standalone_mode=True)
     except (UserError, RunFailed, Interrupted) as error:
-        if _has_the_word(error):
+        if _should_report(error):
             label = "" if isinstance(error, Interrupted) else "error: "
             for failure in apart(error) if isinstance(error, UserError) else [error]:
                 print(f"{label}{failure}", file=sys.stderr, flush=True)
@@ -954,11 +955,11 @@ def main(argv: list[str] | None = None) -> Any:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left: so do we
         sys.exit(141)
     except BaseException as error:
-        if not interrupts.lately or (isinstance(error, SystemExit) and error.code != 130):
+        if not interrupts.recent or (isinstance(error, SystemExit) and error.code != 130):
             raise
         with suppress(BaseException):
             atexit._run_exitfuncs()
-        interrupts.leave()
+        interrupts.exit_now()
 
 
 class _CtrlC:
@@ -973,9 +974,10 @@ class _CtrlC:
 
     def __init__(self, training: bool) -> None:
         self._words = f"interrupted{' before training began; nothing was written' * training}"
-        self._at, self._before = -math.inf, signal.getsignal(signal.SIGINT)
+        self._at = -math.inf
+        self._before = signal.getsignal(signal.SIGINT)
 
-    def leave(self) -> NoReturn:
+    def exit_now(self) -> NoReturn:
         """Not by the interpreter's own way out.
 
         Half-imported modules would complain on it, and where the interrupt met code that was made from a string
@@ -985,22 +987,22 @@ class _CtrlC:
         os._exit(130)
 
     @property
-    def lately(self) -> bool:
+    def recent(self) -> bool:
         return time.monotonic() - self._at < self.LATELY
 
     def __enter__(self) -> None:
         if self._before is signal.default_int_handler:
             with suppress(ValueError):  # not the main thread
-                signal.signal(signal.SIGINT, self._hear)
+                signal.signal(signal.SIGINT, self._on_sigint)
 
     def __exit__(self, *error: object) -> None:
-        if signal.getsignal(signal.SIGINT) == self._hear:
+        if signal.getsignal(signal.SIGINT) == self._on_sigint:
             signal.signal(signal.SIGINT, self._before)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         self._at = time.monotonic()
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                self.leave()
+                self.exit_now()
             frame = frame.f_back
         raise KeyboardInterrupt

@@ -38,7 +38,7 @@ class DiLoCo(Section):
     )
 
     @model_validator(mode="after")
-    def _is_an_address(self) -> DiLoCo:
+    def _check_address(self) -> DiLoCo:
         try:
             split_address(self.meet)
         except ValueError:

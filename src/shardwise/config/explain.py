@@ -121,7 +121,9 @@ def _explain_one(first: Any, details: list[Any], origin: dict[str, str], base: s
     if kind in _KINDS:
         return _unknown_kind(path, kind, value, f"{where}{more}")
     same = [d for d in details if _field_path(d["loc"]) == path]
-    displayed = None if isinstance(value, (dict, BaseModel)) else list(value) if isinstance(value, tuple) else value
+    displayed = list(value) if isinstance(value, tuple) else value
+    if isinstance(value, (dict, BaseModel)):
+        displayed = None
     return UserError(path or base, displayed, f"{_problem(same)} {where}{more}", _remedy(path, same))
 
 
@@ -151,7 +153,8 @@ def section_names() -> list[str]:
 
 
 def _clash(clash: Clash, path: str, settings: Any, origin: dict[str, str], base: str, more: str) -> UserError:
-    field, value = f"{path}.{clash.key}".lstrip("."), settings
+    field = f"{path}.{clash.key}".lstrip(".")
+    value = settings
     for part in clash.key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     displayed = None if isinstance(value, dict) else value
@@ -198,7 +201,8 @@ _BOUNDS = {
 
 def wanted(detail: Any) -> str:
     """A pydantic error in plain words."""
-    kind, context = detail["type"], detail.get("ctx", {})
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     if kind in _BOUNDS:
         return "expected a number that is " + _BOUNDS[kind].format(**context)
     if kind == "literal_error":
@@ -246,7 +250,8 @@ def takes_text(path: str) -> bool:
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
     """Suggestion for an unknown key: the same name elsewhere, else the closest here, else the closest elsewhere."""
-    key, section = str(loc[-1]), _field_path(loc[:-1])
+    key = str(loc[-1])
+    section = _field_path(loc[:-1])
     known = _keys_at(loc[:-1])
     if others := [kind for kind, fields in _KINDS.get(section, {}).items() if key in fields.model_fields]:
         return f"{key} is a setting of {' and '.join(others)}; {loc[-2]} takes {', '.join(known)}"

@@ -62,10 +62,12 @@ def read_values(
         source = source.model_dump(exclude_unset=True)
     origin: dict[str, str] = {}
     if isinstance(source, dict):
-        values, base = _plain(source), "the given dict"
+        values = _plain(source)
+        base = "the given dict"
         _note(values, "", "given", origin)
     else:
-        values, base = _read_yaml(Path(source), origin), str(source)
+        values = _read_yaml(Path(source), origin)
+        base = str(source)
     if isinstance(values.get("model"), str):
         values["model"] = {"name": values["model"]}
         origin["model.name"] = origin.get("model", "given")
@@ -102,7 +104,8 @@ def from_deepspeed(file: Path, source: Path | None = None, overrides: list[str] 
 
 def expected_ranks(values: dict[str, Any]) -> int:
     """Number of ranks of a run before validation, used to check the batch of a DeepSpeed config."""
-    launched, ranks = os.environ.get("WORLD_SIZE", ""), values.get("ranks", "auto")
+    launched = os.environ.get("WORLD_SIZE", "")
+    ranks = values.get("ranks", "auto")
     if launched.isdecimal():
         return max(1, int(launched))
     if isinstance(ranks, int) and ranks > 0:
@@ -164,7 +167,9 @@ def _yaml_problem(error: yaml.YAMLError, path: Path) -> tuple[str, str]:
     """Location and reason; for an unclosed bracket or quote, also where it was opened."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return str(path), str(error).partition("\n")[0]
-    line, begun, problem = error.problem_mark.line, error.context_mark, error.problem or "no reason given"
+    line = error.problem_mark.line
+    begun = error.context_mark
+    problem = error.problem or "no reason given"
     if begun is not None and begun.line != line:
         problem += f" ({error.context}, begun on line {begun.line + 1})"
     return f"{path}:{line + 1}", problem

@@ -25,7 +25,7 @@ class Metric(Section):
     )
 
     @model_validator(mode="after")
-    def _has_a_direction(self) -> Metric:
+    def _check_direction(self) -> Metric:
         if self.mode == "auto" and _direction(self.metric) is None:
             problem = f"its name does not say whether less or more {self.metric} is better"
             raise Clash("mode", problem, "add mode: min or mode: max")

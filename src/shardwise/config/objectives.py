@@ -76,7 +76,7 @@ class Distill(Section):
     cache: bool = Field(default=False, description="ask the teacher once and store its top_k; needs top_k")
 
     @model_validator(mode="after")
-    def _has_what_to_store(self) -> Distill:
+    def _check_store(self) -> Distill:
         if self.cache and self.top_k is None:
             problem = "stores the teacher's likeliest tokens, but top_k does not say how many"
             raise Clash("cache", problem, "set top_k, for example 64, or leave cache out")

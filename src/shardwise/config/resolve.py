@@ -84,7 +84,8 @@ def _can_compile() -> bool:
 
 def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
     """Resolves device, ranks, backend, precision and micro-batch, which depend on the machine alone."""
-    machine, result = machine or this_machine(), Resolution(run)
+    machine = machine or this_machine()
+    result = Resolution(run)
     gpus = machine.gpus
     if run.device == "cuda" and not gpus:
         raise UserError(
@@ -100,7 +101,8 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
         ranks = _resolve_ranks(result, gpus)
         _resolve_backend(result, gpus, ranks)
     else:
-        ranks, backend = machine.ranks, "nccl" if result.run.device == "cuda" else "gloo"
+        ranks = machine.ranks
+        backend = "nccl" if result.run.device == "cuda" else "gloo"
         result.put("ranks", ranks, "of the machine that is planned for")
         result.put("backend", backend, f"device is {result.run.device}")
     _resolve_precision(result, machine)
@@ -205,7 +207,8 @@ def compile_here(run: Run, machine: Machine) -> tuple[bool, str | None]:
 
 
 def _resolve_masters(result: Resolution, ranks: int) -> None:
-    run, parallel = result.run, result.run.parallel
+    run = result.run
+    parallel = result.run.parallel
     if run.train.masters != "auto":
         return
     split = run.model_copy(update={"train": run.train.model_copy(update={"masters": "split"})})
@@ -230,7 +233,9 @@ def _has_fp8(machine: Machine) -> bool:
 
 
 def check_parallel(run: Run, ranks: int) -> None:
-    zero, shard, axes = run.parallel.zero, run.parallel.shard, axes_used(run.parallel)
+    zero = run.parallel.zero
+    shard = run.parallel.shard
+    axes = axes_used(run.parallel)
     spread = ranks // (run.parallel.pipeline * run.parallel.tensor)  # ranks along context hold the same weights
     if spread % shard_size(zero, shard, spread):
         group = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
@@ -281,9 +286,11 @@ def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
     run = result.run
     if run.train.micro_batch_size != "auto":
         return
-    per_rank, budget = run.train.batch_size // data_ranks(run.parallel, ranks), TOKENS_PER_FORWARD[run.device]
+    per_rank = run.train.batch_size // data_ranks(run.parallel, ranks)
+    budget = TOKENS_PER_FORWARD[run.device]
     fits = [d for d in divisors_of(per_rank) if d * run.data.sequence_length <= budget] or [1]
-    reason, needed = f"at most {budget} tokens per forward on {run.device}", FULL * run.parallel.pipeline
+    reason = f"at most {budget} tokens per forward on {run.device}"
+    needed = FULL * run.parallel.pipeline
     if run.parallel.pipeline > 1 and per_rank // max(fits) < needed:  # stages wait for one another
         fits = [d for d in fits if per_rank // d >= needed] or [1]
         reason = f"{per_rank // max(fits)} micro-batches for {run.parallel.pipeline} stages to work on"
@@ -305,7 +312,8 @@ def resolve_objective(result: Resolution, task: Task) -> None:
     """Sets the objective from the model's class if the run has none; disables packing where impossible."""
     if result.run.objective == "auto":
         result.put("objective", {"type": task}, "what the model's class is for")
-    purpose, data = purpose_of(result.run), result.run.data
+    purpose = purpose_of(result.run)
+    data = result.run.data
     if data.packing and purpose in ("seq2seq", "masked", "classify"):
         result.put("data.packing", False, f"{purpose} rows are read one at a time")
     first_clash(result.run, objective_only=True)

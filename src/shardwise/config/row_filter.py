@@ -68,7 +68,9 @@ class _Refused(Exception):
     """An error in the filter itself."""
 
     def __init__(self, node: ast.AST, problem: str, remedy: str) -> None:
-        self.node, self.problem, self.remedy = node, problem, remedy
+        self.node = node
+        self.problem = problem
+        self.remedy = remedy
 
 
 class RowFilter:
@@ -79,7 +81,8 @@ class RowFilter:
         self._lead = len(text) - len(text.lstrip())
         self._source = text.strip()
         if "\n" in self._source:  # lines need a bracket around them to be one expression
-            self._source, self._lead = f"({self._source}\n)", self._lead - 1
+            self._source = f"({self._source}\n)"
+            self._lead -= 1
         tree = self._parse()
         try:
             builder = _Builder(self._source)
@@ -215,7 +218,8 @@ class _Builder:
         container, source = self.build(node), self._source_of(node)
 
         def step(scope: _Scope) -> Any:
-            value, index = container(scope), key(scope)
+            value = container(scope)
+            index = key(scope)
             if value is None:
                 return None
             if isinstance(value, Mapping):
@@ -234,7 +238,8 @@ class _Builder:
     _tuple = _list
 
     def _boolop(self, node: ast.BoolOp) -> Step:
-        steps, stop = [self.build(value) for value in node.values], isinstance(node.op, ast.Or)
+        steps = [self.build(value) for value in node.values]
+        stop = isinstance(node.op, ast.Or)
 
         def step(scope: _Scope) -> Any:
             value = None
@@ -274,7 +279,8 @@ class _Builder:
 
     def _compare(self, node: ast.Compare) -> Step:
         nodes = [node.left, *node.comparators]
-        steps, sources = [self.build(n) for n in nodes], [self._source_of(n) for n in nodes]
+        steps = [self.build(n) for n in nodes]
+        sources = [self._source_of(n) for n in nodes]
         tests: list[Callable[[Any, Any, str, str], bool]] = []
         for op, right in zip(node.ops, node.comparators, strict=True):
             if isinstance(op, (ast.Is, ast.IsNot)) and not (
@@ -314,12 +320,13 @@ class _Builder:
         if name == "matches":
             return self._matches(node)
         if name in ("any", "all"):
-            return self._over(node, name)
+            return self._any_or_all(node, name)
         least, limit, act = FUNCTIONS[name]
         if not least <= len(node.args) <= limit:
             takes = str(least) if least == limit else f"{least} or more"
             raise _Refused(node, f"{name} takes {takes} argument{'s' * (takes != '1')}", f"{len(node.args)} are given")
-        steps, source = [self.build(arg) for arg in node.args], self._source_of(node.args[0])
+        steps = [self.build(arg) for arg in node.args]
+        source = self._source_of(node.args[0])
 
         def step(scope: _Scope) -> Any:
             values = [part(scope) for part in steps]
@@ -332,7 +339,7 @@ class _Builder:
 
         return step
 
-    def _over(self, node: ast.Call, name: str) -> Step:
+    def _any_or_all(self, node: ast.Call, name: str) -> Step:
         """Compiles any and all, of a list or of `test for x in list`."""
         if len(node.args) != 1:
             raise _Refused(node, f"{name} takes one argument", f"write {name}(x > 1 for x in scores)")

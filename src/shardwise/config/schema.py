@@ -157,7 +157,7 @@ class Refine(Section):
     )
 
     @model_validator(mode="after")
-    def _sensible(self) -> Refine:
+    def _check_bounds(self) -> Refine:
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise Clash("max_tokens", f"is below min_tokens = {self.min_tokens}", "no row would be left; raise it")
         if self.similarity != 0.8 and self.duplicates != "near":
@@ -214,7 +214,7 @@ class Data(Section):
         return self.eval if isinstance(self.eval, float) else 0.0
 
     @model_validator(mode="after")
-    def _compares_with_something(self) -> Data:
+    def _check_decontaminate(self) -> Data:
         if self.refine.decontaminate and not self.eval_sources:
             problem = "compares with eval sources, but data.eval names none"
             raise Clash("refine.decontaminate", problem, "set data.eval to a path, or remove it")
@@ -441,7 +441,7 @@ class Parallel(Section):
         return max(self.tensor, self.context, self.pipeline, self.expert) > 1
 
     @model_validator(mode="after")
-    def _of_use(self) -> Parallel:
+    def _check_parallel(self) -> Parallel:
         check_section("parallel", self)
         plain = Parallel.model_construct().model_dump() if self.auto else {}
         if self.auto and (name := next((n for n, v in plain.items() if n != "auto" and getattr(self, n) != v), None)):
@@ -513,8 +513,9 @@ class Checkpoint(Section):
     )
 
     @model_validator(mode="after")
-    def _more_often(self) -> Checkpoint:
-        memory, disk = self.memory, self.every
+    def _check_intervals(self) -> Checkpoint:
+        memory = self.memory
+        disk = self.every
         if memory is not None and disk is not None:
             pairs = ((memory.steps, disk.steps), (memory.seconds, disk.seconds))
             if any(often is not None and seldom is not None and often >= seldom for often, seldom in pairs):
@@ -722,7 +723,7 @@ class Run(Section):
         return values
 
     @model_validator(mode="after")
-    def _somewhere_to_go_back_to(self) -> Run:
+    def _check_guard_has_checkpoints(self) -> Run:
         guard = self.guard
         spikes = guard.spike is not None and guard.on_spike == "back"
         if self.checkpoint.every is None and (guard.nan == "back" or spikes):

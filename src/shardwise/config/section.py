@@ -11,7 +11,9 @@ class Clash(ValueError):
     """Settings that do not combine: the key at fault, the problem and the remedy."""
 
     def __init__(self, key: str, problem: str, remedy: str) -> None:
-        self.key, self.problem, self.remedy = key, problem, remedy
+        self.key = key
+        self.problem = problem
+        self.remedy = remedy
         super().__init__(problem)
 
 
@@ -20,7 +22,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, values: Any) -> Any:
+    def _reject_booleans(cls, values: Any) -> Any:
         """Rejects booleans for numbers (`restarts: yes`), which Python would accept."""
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)

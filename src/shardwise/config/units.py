@@ -158,12 +158,16 @@ def parse_portion(value: Any) -> Portion:
         raise ValueError(f"unknown unit {unit!r}: write {expected}")
     if number < 0 or (number > 100 if unit else number >= 1 and not number.is_integer()):
         raise ValueError(f"expected {expected}")
-    return Portion(str(value).strip() if unit else int(number) if number.is_integer() else number)
+    if unit:
+        return Portion(str(value).strip())
+    return Portion(int(number) if number.is_integer() else number)
 
 
 def _plain_portion(value: Portion) -> int | float | str:
     number, unit = _split(value)
-    return str(value) if unit else int(number) if number.is_integer() else number
+    if unit:
+        return str(value)
+    return int(number) if number.is_integer() else number
 
 
 def _schema(kind: str, example: str) -> WithJsonSchema:

@@ -24,7 +24,8 @@ class BoundedLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """PyYAML's method, with counting."""
-        event, before = self.peek_event(), self._count
+        event = self.peek_event()
+        before = self._count
         is_alias = isinstance(event, yaml.AliasEvent)
         self._depth += 1
         if self._depth > DEEPEST:

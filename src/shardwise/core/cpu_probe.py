@@ -209,7 +209,8 @@ def _try(dtype: str, isa: str | None, timeout: float = TIMEOUT) -> _Trial:
     environment |= {} if isa is None else {CAP: isa}
     # -P: this file's folder must not come first on the path, where a sibling could hide a standard module.
     command = [sys.executable, "-P", __file__, dtype]
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    null = subprocess.DEVNULL
+    pipe = subprocess.PIPE
     try:
         done = subprocess.run(
             command, env=environment, timeout=timeout, stdin=null, stdout=pipe, stderr=null, text=True, check=False
@@ -280,7 +281,7 @@ def _step(dtype: Any) -> list[Any]:
     return [part.detach().float() for part in (out, *gradients)]
 
 
-def _alike(actual: list[Any], expected: list[Any]) -> bool:
+def _close_enough(actual: list[Any], expected: list[Any]) -> bool:
     """Whether the numbers are right: bf16 rounding was 2% at most in these norms, garbage and NaN are not."""
     pairs = zip(actual, expected, strict=True)
     return all(float((value - reference).norm()) < 0.1 * float(reference.norm()) for value, reference in pairs)
@@ -318,7 +319,7 @@ def _main(dtype_name: str) -> int:
     torch.set_num_threads(usable_cores())
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
     try:
-        if not _alike(_step(dtype), _step(torch.float64)):
+        if not _close_enough(_step(dtype), _step(torch.float64)):
             return REFUSED
         speeds = _speeds({"fp32": torch.float32, dtype_name: dtype})
     except RuntimeError:

@@ -45,13 +45,13 @@ def compiled(
     list shared by blocks; a function that cannot be compiled is reported once and runs in eager mode.
     """
     if _acted is None:
-        _keep_compiled()
+        _use_compile_cache()
     wrapped: Callable[..., Any] = torch.compile(
         function, backend="inductor" if _acted is None else "aot_eager_decomp_partition"
     )
     if light:
-        wrapped = _lightly(wrapped)
-    return wrapped if failures is None else _or_as_written(wrapped, function, failures)
+        wrapped = _recompute_cheap_ops(wrapped)
+    return wrapped if failures is None else _with_eager_fallback(wrapped, function, failures)
 
 
 def ready_compiler() -> None:
@@ -61,7 +61,7 @@ def ready_compiler() -> None:
             import_module(f"torch.{name}")
 
 
-def _lightly(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+def _recompute_cheap_ops(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(ban_recompute_materialized_backward=False):  # read when the graph is made
             return wrapped(*args, **kwargs)
@@ -69,7 +69,7 @@ def _lightly(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _or_as_written(
+def _with_eager_fallback(
     wrapped: Callable[..., Any], function: Callable[..., Any], failures: list[str]
 ) -> Callable[..., Any]:
     from torch._dynamo.exc import TorchDynamoException
@@ -94,7 +94,7 @@ def as_written(run_is_compiled: bool) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if run_is_compiled else nullcontext()
 
 
-def _keep_compiled() -> None:
+def _use_compile_cache() -> None:
     """Stores compiled code in our cache, where it outlives a reboot; torch's default is the temporary folder.
 
     A folder that the user named stays.

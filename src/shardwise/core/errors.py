@@ -16,7 +16,10 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
-        self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
         suffix = "" if value is None else f" = {_shown(field, value)}"
         super().__init__(redact(f"{field}{suffix}: {problem}\n  → {remedy}"))
 

@@ -43,7 +43,10 @@ class HostMemoryWatch:
         leave: Callable[[int], object] = os._exit,
         every: float = EVERY,
     ) -> None:
-        self._short, self._read, self._leave, self._every = short, read, leave, every
+        self._short = short
+        self._read = read
+        self._leave = leave
+        self._every = every
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
 

@@ -62,9 +62,11 @@ class Lines:
                 file.seek(self.offset)
                 data = file.read(self.size)
         try:
-            text, damaged = data.decode(), False
+            text = data.decode()
+            damaged = False
         except UnicodeDecodeError:  # somewhere; each line is looked at alone
-            text, damaged = data.decode(errors="surrogateescape"), True
+            text = data.decode(errors="surrogateescape")
+            damaged = True
         number = first
         for line, row in enumerate(text.split("\n"), self.line):
             if not row.strip(BLANK):
@@ -95,10 +97,14 @@ def too_long(where: str, unit: str) -> BadLine:
 
 def cut_lines(stream: Input) -> Iterator[Lines | BadLine]:
     """Yields the chunks of a JSON-lines file."""
-    path, keep = str(stream.path), is_compressed(stream.path)
-    carry, offset, block = b"", 0, stream.read(READ)
+    path = str(stream.path)
+    keep = is_compressed(stream.path)
+    carry = b""
+    offset = 0
+    block = stream.read(READ)
     if block.startswith(BOM):
-        block, offset = block[len(BOM) :], len(BOM)
+        block = block[len(BOM) :]
+        offset = len(BOM)
     while block or carry:
         if len(carry) > MAX_ROW and b"\n" not in block and block:
             offset += len(block)  # the rest of a line that will be refused is not kept
@@ -130,7 +136,8 @@ def cut_lines(stream: Input) -> Iterator[Lines | BadLine]:
                     yield Lines(path, stream.line, lines - blank, offset + start, end - start, piece)
             stream.line += upto - done
             start, done = end, upto
-        carry, offset = data[start:], offset + start
+        carry = data[start:]
+        offset = offset + start
         block = stream.read(READ) if block else b""
 
 
@@ -140,7 +147,7 @@ def json_row(text: str | bytes, where: str, number: int, unit: str) -> Raw | Bad
         value = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
         return BadRow(where, number, f"is not UTF-8 text ({error.reason})", "convert the file to UTF-8")
-    except _Twice as error:
+    except _DuplicateKey as error:
         return BadRow(where, number, f'has the key "{error}" twice', "keep one of them")
     except json.JSONDecodeError as error:
         problem = f"this {unit} is not JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
@@ -159,18 +166,18 @@ def json_row(text: str | bytes, where: str, number: int, unit: str) -> Raw | Bad
 _CALLED = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
-def called(value: Any) -> str:
+def type_name(value: Any) -> str:
     """Name of a JSON value's type, for messages."""
     return "null" if value is None else _CALLED.get(type(value), type(value).__name__)
 
 
 def not_a_row(value: Any, where: str, number: int) -> BadRow:
     """Returns the BadRow for a JSON value that has no columns."""
-    problem = f"a row must be a JSON object, this is {called(value)}"
+    problem = f"a row must be a JSON object, this is {type_name(value)}"
     return BadRow(where, number, problem, 'write {"messages": […]} or {"text": "…"} for each row')
 
 
-class _Twice(Exception):
+class _DuplicateKey(Exception):
     """An object has the same key twice, so its value is ambiguous."""
 
 
@@ -178,7 +185,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise _Twice(next(key for key in keys if keys.count(key) > 1))
+        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
     return value
 
 

@@ -67,7 +67,8 @@ def row_keys(examples: Sequence[Example], refine: Refine) -> RowKeys:
         bands = _band_keys(grams, sizes, *band_shape(refine.similarity))
         grams, sizes = _lowest(grams, sizes)
     else:
-        grams, sizes = np.empty(0, dtype=np.uint32), np.zeros(len(examples), dtype=np.int64)
+        grams = np.empty(0, dtype=np.uint32)
+        sizes = np.zeros(len(examples), dtype=np.int64)
         bands = np.empty((len(examples), 0), dtype=np.uint64)
     numbers = np.array([e.number for e in examples], dtype=np.int64)
     return RowKeys(numbers, [e.where for e in examples], digests, bands, sizes, grams)
@@ -236,7 +237,8 @@ class DuplicateFinder:
 
         marks = np.zeros(MARKS, dtype=np.uint8)
         for row, shared in buckets:
-            row_grams, candidates = gram_set(row), buckets.kept(shared)
+            row_grams = gram_set(row)
+            candidates = buckets.kept(shared)
             if len(candidates):
                 candidates = candidates[_possible(len(row_grams), sizes[candidates], least)][:VERIFIED]
             if len(candidates) > 1:
@@ -294,7 +296,8 @@ class _Buckets:
 
     def kept(self, buckets: np.ndarray) -> np.ndarray:
         """Kept rows that share a bucket, sorted by the number of shared buckets."""
-        starts, filled = self._starts[buckets], np.minimum(self._filled[buckets], LOOKED_AT)
+        starts = self._starts[buckets]
+        filled = np.minimum(self._filled[buckets], LOOKED_AT)
         members = [self._members[s : s + n] for s, n in zip(starts.tolist(), filled.tolist(), strict=True) if n]
         if len(members) <= 1:
             return members[0].copy() if members else self._members[:0]

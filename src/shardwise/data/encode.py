@@ -91,7 +91,8 @@ class Joined:
     def reaches(self, place: int) -> int:
         """End of the token that spans this character from before it; the character itself if none does."""
         index, inside = self._locate(place)
-        begins, length = self._pieces[index][1], len(self._texts[index])
+        begins = self._pieces[index][1]
+        length = len(self._texts[index])
         if inside >= length or inside in begins:
             return place
         return self._places[index] + min((b for b in begins if b > inside), default=length)
@@ -124,23 +125,23 @@ class Encoder:
         for at in range(0, len(texts), BATCH):
             batch = texts[at : at + BATCH]
             plain = [self._words is not None and text != "" and text.isascii() for text in batch]
-            by_words = self._by_words([t for t, p in zip(batch, plain, strict=True) if p])[::-1]
-            unsplit = self._whole([t for t, p in zip(batch, plain, strict=True) if not p])[::-1]
+            by_words = self._encode_by_words([t for t, p in zip(batch, plain, strict=True) if p])[::-1]
+            unsplit = self._encode_unsplit([t for t, p in zip(batch, plain, strict=True) if not p])[::-1]
             for p in plain:
                 yield by_words.pop() if p else unsplit.pop()
 
-    def _whole(self, texts: Sequence[str]) -> list[Encoded]:
+    def _encode_unsplit(self, texts: Sequence[str]) -> list[Encoded]:
         if not texts:
             return []
         encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         return [Encoded(e, len(t)) for e, t in zip(encodings, texts, strict=True)]
 
-    def _by_words(self, texts: Sequence[str]) -> list[Joined]:
+    def _encode_by_words(self, texts: Sequence[str]) -> list[Joined]:
         if not texts:
             return []
         assert self._words is not None
         cut = [self._words(text) for text in texts]
-        ids_of = self._learned({piece for pieces in cut for piece in pieces})
+        ids_of = self._add_words({piece for pieces in cut for piece in pieces})
         joined = []
         for text, pieces in zip(texts, cut, strict=True):
             encoded = Joined(pieces, [ids_of[piece] for piece in pieces])
@@ -151,7 +152,7 @@ class Encoder:
             joined.append(encoded)
         return joined
 
-    def _learned(self, pieces: set[str]) -> dict[str, Piece]:
+    def _add_words(self, pieces: set[str]) -> dict[str, Piece]:
         """Tokens of all cached words, after adding these."""
         if len(self._known) > KEPT:
             self._known = {}
@@ -188,7 +189,8 @@ class _AsciiSplitter:
         """Whether a tokenizer gives the same tokens for ASCII text when it is split this way."""
         if any(t.lstrip or t.rstrip or t.single_word or not t.content.strip() for t in self._added):
             return False
-        rng, marks = random.Random(0), [t.content for t in self._added if t.content.isascii()]
+        rng = random.Random(0)
+        marks = [t.content for t in self._added if t.content.isascii()]
         for _ in range(PROBES):
             parts = []
             for _ in range(rng.randint(1, 12)):

@@ -76,7 +76,10 @@ class BadRow(Exception):
 
     def __init__(self, where: str, number: int, problem: str, remedy: str) -> None:
         super().__init__(where, number, problem, remedy)  # all of them: it must survive a trip between processes
-        self.where, self.number, self.problem, self.remedy = where, number, problem, remedy
+        self.where = where
+        self.number = number
+        self.problem = problem
+        self.remedy = remedy
 
 
 @dataclass

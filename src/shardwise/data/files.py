@@ -158,7 +158,7 @@ def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
     path = Path(source.path).expanduser()
     notes: list[str] = []
     if path.is_dir() and tables.is_saved_dataset(path):
-        _refuse(source, field, "subset", "streaming")
+        _reject_settings(source, field, "subset", "streaming")
         files = tables.saved_files(path, source.split, field)
         return files, [f"{path}: a saved dataset, {files[0].parent.name} is taken"] if not source.split else notes
     if path.is_dir():
@@ -167,13 +167,13 @@ def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
         if unknown := Counter(p.suffix.lower() or p.name for p in candidates if not _kind(p)):
             listed = ", ".join(f"{count} {suffix}" for suffix, count in unknown.most_common(8))
             notes.append(f"{path}: {unknown.total()} files of other kinds are left aside ({listed})")
-        files = _without_cards(files, path, notes)
-        files = _one_split(files, path, source, field, notes)
+        files = _drop_cards(files, path, notes)
+        files = _select_split(files, path, source, field, notes)
     elif glob.has_magic(source.path) and not path.exists():
-        _refuse(source, field, "subset", "streaming", "split")
+        _reject_settings(source, field, "subset", "streaming", "split")
         files = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     else:
-        _refuse(source, field, "subset", "streaming", *([] if _kind(path) == "json" else ["split"]))
+        _reject_settings(source, field, "subset", "streaming", *([] if _kind(path) == "json" else ["split"]))
         files = [path]
     if not files:
         relative = "" if path.is_absolute() else f", which is relative to {Path.cwd()}"
@@ -187,12 +187,12 @@ def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
             problem = f"files of kind {''.join(file.suffixes[-2:]) or '(no suffix)'} are not understood"
             raise UserError(field, str(file), problem, f"use {KNOWN}")
     if path.is_dir() or glob.has_magic(source.path):
-        _no_way_out(files, path, field)
-    _one_sort(files, source, field)
+        _reject_outside_links(files, path, field)
+    _check_one_kind(files, source, field)
     return files, notes
 
 
-def _no_way_out(files: list[Path], path: Path, field: str) -> None:
+def _reject_outside_links(files: list[Path], path: Path, field: str) -> None:
     """Rejects symbolic links that lead out of the folder: such files must be named explicitly to be read."""
     while glob.has_magic(str(path)):
         path = path.parent
@@ -210,7 +210,7 @@ def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _refuse(source: Source, field: str, *settings: str) -> None:
+def _reject_settings(source: Source, field: str, *settings: str) -> None:
     """Rejects settings that apply to datasets only."""
     for name in settings:
         if value := getattr(source, name):
@@ -220,7 +220,7 @@ def _refuse(source: Source, field: str, *settings: str) -> None:
             )
 
 
-def _without_cards(files: list[Path], folder: Path, notes: list[str]) -> list[Path]:
+def _drop_cards(files: list[Path], folder: Path, notes: list[str]) -> list[Path]:
     """Drops README and licence files that lie beside files of rows."""
     if all(_kind(f) == "text" for f in files):
         return files
@@ -230,9 +230,9 @@ def _without_cards(files: list[Path], folder: Path, notes: list[str]) -> list[Pa
     return [f for f in files if f not in cards]
 
 
-def _one_split(files: list[Path], folder: Path, source: Source, field: str, notes: list[str]) -> list[Path]:
+def _select_split(files: list[Path], folder: Path, source: Source, field: str, notes: list[str]) -> list[Path]:
     """Selects the files of one split; a folder with several splits must not be read as one."""
-    _refuse(source, field, "subset", "streaming")
+    _reject_settings(source, field, "subset", "streaming")
     splits: dict[str, list[Path]] = {}
     for file in files:
         if _kind(file) != "text" and (name := _split_of(file.relative_to(folder))):
@@ -257,7 +257,7 @@ def _split_of(file: Path) -> str | None:
     return None
 
 
-def _one_sort(files: list[Path], source: Source, field: str) -> None:
+def _check_one_kind(files: list[Path], source: Source, field: str) -> None:
     """Rejects a mix of text files (one row each) and files of rows, as the intent is ambiguous."""
     texts = [f for f in files if _kind(f) == "text"]
     if texts and len(texts) < len(files):

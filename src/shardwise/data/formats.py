@@ -140,7 +140,7 @@ def detect(raws: Sequence[Raw], source: Source, field: str, purpose: Purpose = "
     best = max((share for _, _, share in scored), default=0.0)
     fits = [(name, columns) for name, columns, share in scored if share >= 0.8 * best]
     if not fits:
-        raise _nothing_fits(rows, raws[0].where, source, field, purpose)
+        raise _no_format_error(rows, raws[0].where, source, field, purpose)
     name, columns = fits[0]
     reason = _reason(name, columns, rows, best, source, [other for other, _ in fits[1:]], purpose)
     chosen = look_up(rows[0], columns.get("chosen", ""))
@@ -159,7 +159,8 @@ def _check_fields(source: Source, field: str) -> None:
 
 def _fit(name: str, rows: list[dict[str, Any]], source: Source) -> tuple[dict[str, str], float]:
     """The columns for the names of a format, and the fraction of rows they suit."""
-    shape, fields = FORMATS[name], source.fields
+    shape = FORMATS[name]
+    fields = source.fields
     if name == "sharegpt":
         fields = {SHAREGPT.get(key, key): column for key, column in fields.items()}
     own = {*shape.needed, *shape.optional, *shape.inner}
@@ -236,14 +237,15 @@ def _reason(
     if others:
         reason += f"; {' and '.join(others)} would fit too, which is less specific (set format to choose)"
     used = {c.split(".")[0] for c in columns.values()}
-    unused = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in used]
+    seen = dict.fromkeys(column for row in rows for column in row)
+    unused = [column for column in seen if column not in used]
     if unused:
         more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
         reason += f"; not used: {', '.join(map(str, unused[:8]))}{more}"
     return reason
 
 
-def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field: str, purpose: Purpose) -> UserError:
+def _no_format_error(rows: list[dict[str, Any]], where: str, source: Source, field: str, purpose: Purpose) -> UserError:
     counts = Counter(column for row in rows for column in row)
     columns = ", ".join(str(c) for c, _ in counts.most_common(12)) or "none"
     texts = [c for c in counts if any(isinstance(row.get(c), str) for row in rows)]
@@ -254,7 +256,7 @@ def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field:
             problem += f"; needed: {', '.join(FORMATS[source.format].needed)}"
         key = "fields" if source.fields else "format"
         value: Any = source.fields or source.format
-        remedy = _other_columns(source, counts) if source.fields else _other_format(rows, texts, source, purpose)
+        remedy = _suggest_columns(source, counts) if source.fields else _suggest_format(rows, texts, source, purpose)
         return UserError(f"{field}.{key}", value, problem, remedy)
     problem = f"no format fits the rows (the columns of {where}: {columns})"
     if purpose == "classify":
@@ -270,7 +272,7 @@ def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field:
     return UserError(field, source.path, problem, f"say which column is what, e.g. fields: {example}")
 
 
-def _other_columns(source: Source, columns: Iterable[str]) -> str:
+def _suggest_columns(source: Source, columns: Iterable[str]) -> str:
     """Suggested `fields` where no row has the columns it names."""
     known = [str(column) for column in columns]
     for name, column in source.fields.items():
@@ -279,7 +281,7 @@ def _other_columns(source: Source, columns: Iterable[str]) -> str:
     return "name columns that the rows have, a.b for nested: fields: {our name: their column}"
 
 
-def _other_format(rows: list[dict[str, Any]], texts: list[str], source: Source, purpose: Purpose) -> str:
+def _suggest_format(rows: list[dict[str, Any]], texts: list[str], source: Source, purpose: Purpose) -> str:
     """Suggested setting where rows do not have the named format: a format that fits, or likely columns."""
     free = source.model_copy(update={"format": "auto"})
     names = ["label"] if purpose == "classify" else [name for name in FORMATS if name != "label"]

@@ -51,15 +51,14 @@ def held_against(mask: Mask, words: Sequence[Span], tagged: Sequence[Span], othe
                 f"the {{% generation %}} tags of the chat template cover what is not the assistant's ({excerpt!r})"
             )
             raise TemplateFault(problem, "correct the tags, or take them out: the answers are found without them")
-    spans, notes = [], dict.fromkeys(mask.notes)
+    spans = []
+    notes = dict.fromkeys(mask.notes)
     for (begin, end), (first, last) in zip(mask.spans, words, strict=True):
         marked = [(a, b) for a, b in tagged if a < end and b > begin]
         begins = max(begin, min((a for a, _ in marked), default=begin))
         start = begins if begins <= first else begin
-        missing, beyond = (
-            _outside((start, last), marked),
-            [part for span in marked for part in _outside(span, [(begin, end)])],
-        )
+        missing = _outside((start, last), marked)
+        beyond = [part for span in marked for part in _outside(span, [(begin, end)])]
         if any(mask.text[a:b].strip() for a, b in missing + beyond):
             notes[TAGS_DIFFER] = None
         if any(mask.text[a:b].strip() for a, b in _outside((last, end), marked)):

@@ -110,7 +110,10 @@ class JsonScanner:
     """Locates the values of a JSON file without building them."""
 
     def __init__(self, stream: Input) -> None:
-        self.stream, self.data, self.at, self.ended = stream, b"", 0, False
+        self.stream = stream
+        self.data = b""
+        self.at = 0
+        self.ended = False
         self._fill()
         self.at = len(BOM) if self.data.startswith(BOM) else 0
 
@@ -133,7 +136,8 @@ class JsonScanner:
 
     def value(self) -> tuple[int, bytes]:
         """Consumes the next value; returns its line and bytes. One that is too long is cut just above MAX_ROW."""
-        opening, line = self.peek(), self.stream.line
+        opening = self.peek()
+        line = self.stream.line
         if opening in (b"", b",", b":", b"]", b"}"):
             self.fail(f"expected a value, found {opening.decode() or 'the end'!r}")
         if opening not in b'{["':
@@ -147,7 +151,9 @@ class JsonScanner:
 
     def _long_value(self, line: int) -> bytes:
         """A value that is deeply nested or extends beyond the buffer; one that is too long is truncated."""
-        depth, quoted, size = 0, False, 0
+        depth = 0
+        quoted = False
+        size = 0
         pieces: list[bytes] = []
         at = self.at
         while True:
@@ -183,7 +189,9 @@ class JsonScanner:
 
     def _fill(self) -> bool:
         block = b"" if self.ended else self.stream.read(READ)
-        self.data, self.at, self.ended = self.data[self.at :] + block, 0, not block
+        self.data = self.data[self.at :] + block
+        self.at = 0
+        self.ended = not block
         return bool(block)
 
 
@@ -202,7 +210,7 @@ def list_values(scanner: JsonScanner) -> Iterator[tuple[int, bytes]]:
 def cut_json(file: Path, source: Source, field: str) -> Iterator[ChunkPart]:
     layout, _ = json_layout(file, source, field)
     if layout in ("columns", "row"):
-        yield from _whole_json(file, layout, field)
+        yield from _load_full(file, layout, field)
         return
     with Input(file, field) as stream:
         if layout == "lines":
@@ -276,7 +284,9 @@ def _member_kind(scanner: JsonScanner) -> tuple[str, int, set[str]]:
     if opening != b"[":
         scanner.value()
         return ("object" if opening == b"{" else "scalar"), 0, set()
-    count, keys, first = 0, set(), b""
+    count = 0
+    keys = set()
+    first = b""
     for _, text in list_values(scanner):
         first = first or text
         count += 1
@@ -316,7 +326,7 @@ def _object_layout(
     return "row", "the object is taken as one row"
 
 
-def _whole_json(file: Path, layout: str, field: str) -> Iterator[ChunkPart]:
+def _load_full(file: Path, layout: str, field: str) -> Iterator[ChunkPart]:
     with Input(file, field) as stream:
         text = stream.read(MAX_COLUMNS + 1)
     if len(text) > MAX_COLUMNS:

@@ -77,7 +77,8 @@ class CausalLayout:
         sources = np.zeros(shape, dtype=np.int64)
         for row, documents in enumerate(sequences):
             ends = np.cumsum(documents["length"])
-            begins, filled = ends - documents["length"], int(ends[-1])
+            begins = ends - documents["length"]
+            filled = int(ends[-1])
             places = zip(*(documents[n].tolist() for n in ("source", "chunk", "index")), begins, ends, strict=True)
             for source, chunk, index, begin, end in places:
                 marked[row, begin:end] = reader.marked(source, chunk, index)

@@ -117,7 +117,9 @@ class Loader:
         epochs: Epochs | None = None,
     ) -> None:
         self.epochs = epochs
-        self.sources, self.layout, self.seed = tuple(sources), layout, seed
+        self.sources = tuple(sources)
+        self.layout = layout
+        self.seed = seed
         self.sequence_length, self.packing = sequence_length, packing
         self._head = getattr(layout, "head", 0)  # of each document, in its length and no token
         self._stop = threading.Event()
@@ -159,7 +161,8 @@ class Loader:
         result: list[np.ndarray] = []
         while len(result) < count:
             number = self._window_of(position + len(result))
-            packed, offset = self._window(number), position + len(result) - self._marks[number].position
+            packed = self._window(number)
+            offset = position + len(result) - self._marks[number].position
             result += [packed[i] for i in range(offset, min(len(packed), offset + count - len(result)))]
         return result
 
@@ -219,7 +222,8 @@ class Loader:
 
     def _advance(self) -> None:
         """Packs the next window of the run and records the mark behind it."""
-        number, mark = len(self._marks) - 1, self._marks[-1]
+        number = len(self._marks) - 1
+        mark = self._marks[-1]
         packed, consumed, carry, ended = self._pack(mark)
         self._keep(number, packed)
         tokens = mark.tokens + int(packed.documents["length"].sum()) - self._head * len(packed.documents)

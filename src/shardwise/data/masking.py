@@ -68,7 +68,8 @@ class Masker:
         count = min(len(places), max(1, round(self.share * len(places))))
         chosen = np.zeros(len(tokens), dtype=bool)
         words = self._words(tokens, places)
-        sizes, order = [len(w) for w in words], rng.permutation(len(words)).tolist()
+        sizes = [len(w) for w in words]
+        order = rng.permutation(len(words)).tolist()
         left = count
         for number in order:
             if sizes[number] <= left:

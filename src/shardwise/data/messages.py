@@ -27,7 +27,9 @@ class Misfit(Exception):
 
     def __init__(self, problem: str, remedy: str, place: str = "") -> None:
         super().__init__(problem, remedy, place)
-        self.problem, self.remedy, self.place = problem, remedy, place
+        self.problem = problem
+        self.remedy = remedy
+        self.place = place
 
     def in_row(self, raw: Raw) -> BadRow:
         """Converts it to a BadRow."""
@@ -155,7 +157,11 @@ def _part(part: Any) -> str:
         if isinstance(text := part.get("text"), str):
             return text
         raise Misfit("a part of type text has no text", "mend or delete the row")
-    words = [kind] if isinstance(kind, str) else [str(k) for k in part] if isinstance(part, dict) else []
+    words: list[str] = []
+    if isinstance(kind, str):
+        words = [kind]
+    elif isinstance(part, dict):
+        words = [str(key) for key in part]
     if medium := next((m for m in MEDIA for word in words if m in word.lower()), None):
         problem = f"the message holds {'an' if medium[0] in 'ia' else 'a'} {medium}; only text can be learned"
         raise Misfit(problem, "leave such rows out (data.on_bad_row: skip)")
@@ -175,11 +181,18 @@ def _weight(value: Any) -> int | None:
     raise Misfit(f"weight must be 0 or 1, this is {value!r:.40}", "use 1 to learn the message, 0 to leave it unlearned")
 
 
+def _items(value: Any) -> list[Any]:
+    """A list as it is, a single object as a list of one; anything else as a list of None, which callers reject."""
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) else [None]
+
+
 def read_calls(value: Any) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, as templates expect."""
     value = from_json(value, "tool_calls")
     calls = []
-    for call in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+    for call in _items(value):
         call = from_json(call, "a tool call")
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(call, dict):
@@ -204,7 +217,7 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
     if absent(value):
         return ()
     tools = []
-    for tool in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+    for tool in _items(value):
         tool = from_json(tool, "a tool")
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

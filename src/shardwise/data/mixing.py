@@ -73,7 +73,8 @@ def passes_per_epoch(sources: Sequence[SourceStream], temperature: float = 1.0) 
             weights = {i: Fraction(str(sources[i].weight)) * rows[i] for i in free}
         else:
             weights = {i: Fraction(sources[i].weight * float(rows[i]) ** (1 / temperature)) for i in free}
-        total_rows, total_weight = sum(rows.values(), Fraction(0)), sum(weights.values(), Fraction(0))
+        total_rows = sum(rows.values(), Fraction(0))
+        total_weight = sum(weights.values(), Fraction(0))
         for i in free:
             passes[i] = weights[i] / total_weight * total_rows / rows[i] if rows[i] else Fraction(1)
             if temperature != 1:
@@ -95,8 +96,13 @@ class Passes:
     def __init__(
         self, source: SourceStream, number: int, rate: Fraction, window: int, seed: int, stop: threading.Event
     ) -> None:
-        self._store, self._rows, self._number, self.rate = source.store, source.rows, number, rate
-        self._size, self._seed, self._stop = window, seed, stop
+        self._store = source.store
+        self._rows = source.rows
+        self._number = number
+        self.rate = rate
+        self._size = window
+        self._seed = seed
+        self._stop = stop
         self._chunks = 0  # that are known
         self.known = 0  # documents in them
         self.complete = False
@@ -166,14 +172,16 @@ class Passes:
 
     def take(self, epoch: int, consumed: int, count: int) -> np.ndarray:
         """The next `count` documents of the epoch after `consumed`."""
-        parts, at = [], self.start(epoch) + consumed
+        parts = []
+        at = self.start(epoch) + consumed
         while count:
             while self.known <= at and self._grow():
                 pass
             number, within = divmod(at, self.known) if self.complete else (0, at)
             documents, first = self._window_at(number, within)
             parts.append(documents[within - first : within - first + count])
-            at, count = at + len(parts[-1]), count - len(parts[-1])
+            at += len(parts[-1])
+            count -= len(parts[-1])
         return np.concatenate(parts) if parts else np.empty(0, dtype=DOCUMENT)
 
     def _window_at(self, number: int, document: int) -> tuple[np.ndarray, int]:

@@ -47,7 +47,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         room = length
         if not fitting and (further := open_blocks >> (block + 1)):
             block += (further & -further).bit_length()
-            fitting, room = open_rooms[block], block * BLOCK
+            fitting = open_rooms[block]
+            room = block * BLOCK
         if fitting:
             room += (fitting & -fitting).bit_length() - 1
             sequence = waiting[room].pop()
@@ -85,7 +86,9 @@ def pack(
     filled = np.bincount(sequence, weights=documents["length"])
     if not last and len(filled) and 2 * filled.min() < capacity:
         waits = sequence == filled.argmin()
-        carry, documents, sequence = documents[waits], documents[~waits], sequence[~waits]
+        carry = documents[waits]
+        documents = documents[~waits]
+        sequence = sequence[~waits]
     place = rng.permutation(len(filled))[sequence]
     by_place = np.argsort(place, kind="stable")
     sizes = np.bincount(place, minlength=len(filled))

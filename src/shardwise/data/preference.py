@@ -24,11 +24,12 @@ def check_format(detected: Detected, purpose: Purpose, field: str, path: str) ->
         raise UserError(field, path, problem, remedy)
     if purpose not in JUDGED and format in JUDGED:
         problem = f"the rows are {format} data, which say what to prefer, not what to write"
-        remedy = f"use {JUDGED[format]} to learn what to prefer; or, to learn the good answers alone, {_good(detected)}"
+        plain = _plain_remedy(detected)
+        remedy = f"use {JUDGED[format]} to learn what to prefer; or, to learn the good answers alone, {plain}"
         raise UserError(field, path, problem, remedy)
 
 
-def _good(detected: Detected) -> str:
+def _plain_remedy(detected: Detected) -> str:
     """Remedy that turns preference rows into plain examples."""
     columns = detected.columns
     if detected.format == "kto":

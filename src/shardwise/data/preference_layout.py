@@ -36,7 +36,8 @@ class _Conversations:
     """Reader that presents the conversations of documents as documents of their own."""
 
     def __init__(self, reader: Reader, rows: list[list[tuple[np.ndarray, int]]]) -> None:
-        self.packing, self._of = reader.packing, reader
+        self.packing = reader.packing
+        self._of = reader
         self.flat = [tokens for row in rows for tokens, _ in row]
         numbers = iter(range(len(self.flat)))
         places = [[(source, 0, next(numbers), len(tokens), 0) for tokens, source in row] for row in rows]

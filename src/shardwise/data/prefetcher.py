@@ -40,7 +40,9 @@ class Prefetcher:
     def _take(self) -> StepBatch | BaseException | None:
         if self._thread is not None:
             self._thread.join()
-        batch, self._thread, self._batch = self._batch, None, None
+        batch = self._batch
+        self._thread = None
+        self._batch = None
         return batch
 
     def _make(self, position: int) -> None:

@@ -132,7 +132,7 @@ def prepare_data(
     missing = [i for i, f in enumerate(folders) if not (f / "train/done.json").is_file()]
     alive: Callable[[], bool] = lambda: False  # noqa: E731
     if missing:
-        alive = _make(specs, folders, tokenizer, say, early, progress)
+        alive = _build_stores(specs, folders, tokenizer, say, early, progress)
     counted = _counts_needed(data)
     sources = [
         PreparedSource(
@@ -172,7 +172,7 @@ def _counts_needed(data: Data) -> bool:
     return len(weighted) > 1 and (data.temperature != 1 or len({s.weight for s in weighted}) > 1)
 
 
-def _make(
+def _build_stores(
     specs: list[Spec],
     folders: list[Path],
     tokenizer: Any,
@@ -191,12 +191,12 @@ def _make(
         return lambda: False
     data = specs[0].data
     workers = usable_cores() if data.workers == "auto" else int(data.workers)
-    child = None if _held(lock) else _start(specs, folders, tokenizer, workers, lock)
+    child = None if _is_locked(lock) else _start(specs, folders, tokenizer, workers, lock)
 
     def alive() -> bool:
         if child is not None:
             child.poll()  # lets go of one that has ended
-        return _held(lock)
+        return _is_locked(lock)
 
     try:
         _follow(specs, folders, alive, early, progress)
@@ -224,11 +224,11 @@ def _sweep(folder: Path) -> None:
         kind, key, _ = litter.name.split("-", 2)
         with contextlib.suppress(OSError):  # somebody else sweeps too
             old = time.time() - litter.stat().st_mtime >= LITTER
-            if kind in ("tokenise", "refine") and litter.is_dir() and old and not _held(folder / f"{key}.lock"):
+            if kind in ("tokenise", "refine") and litter.is_dir() and old and not _is_locked(folder / f"{key}.lock"):
                 shutil.rmtree(litter, ignore_errors=True)
 
 
-def _held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     try:
         with FileLock(lock, timeout=0):
             return False
@@ -251,7 +251,7 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
         [sys.executable, "-m", "shardwise.data.tokenise", str(plan)], stdout=log, stderr=log, env=env
     )
     try:
-        while not _held(lock) and child.poll() is None:
+        while not _is_locked(lock) and child.poll() is None:
             time.sleep(0.05)
     except KeyboardInterrupt:
         _stop(child, lock)
@@ -269,7 +269,9 @@ def _follow(
     window = specs[0].data.packing_window
     for source, (spec, folder) in enumerate(zip(specs, folders, strict=True)):
         # Counting reads the source through: only for those who want to know how much is left.
-        total, done, number = count_rows(spec.source, spec.field) if progress else None, Summary(), 0
+        total = count_rows(spec.source, spec.field) if progress else None
+        done = Summary()
+        number = 0
         store = TokenStore(folder / "train", alive)
         while not (early and done.documents >= window and spec.trains):
             reported = time.monotonic()
@@ -288,7 +290,9 @@ def _follow(
 
 def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:
     """Cache key of a source: file contents and names, settings that affect tokens, and the tokenizer."""
-    data, source, refine = spec.data, spec.source, spec.data.refine
+    data = spec.data
+    source = spec.source
+    refine = spec.data.refine
     settings: list[Any] = [FORMAT, digest, shape, spec.share, data.sequence_length, data.loss_on, data.over_length]
     settings += [data.on_bad_row, source.format, source.fields, source.split, source.subset, refine.model_dump()]
     settings += [spec.seed, spec.index] if spec.share else []

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.data.containers import called
+from shardwise.data.containers import type_name
 from shardwise.data.examples import Example, Message, Raw
 from shardwise.data.labels import label_name
 from shardwise.data.messages import Misfit, absent, checked_text, from_json, read_messages, read_tools
@@ -52,7 +52,7 @@ def _string(raw: Raw, columns: Columns, name: str, fmt: str) -> str:
         return checked_text(value)
     column = columns.get(name, name)
     keys = ", ".join(sorted(map(str, raw.value))[:8]) or "none"
-    problem = f"its keys: {keys}" if absent(value) else f"it is {called(value)}"
+    problem = f"its keys: {keys}" if absent(value) else f"it is {type_name(value)}"
     remedy = f'give each row a text under "{column}", or say with fields which column is the {name}'
     raise Misfit(f'the row has no string under "{column}" ({problem}), which {fmt} needs', remedy)
 
@@ -62,7 +62,7 @@ def _optional(raw: Raw, columns: Columns, name: str) -> str:
     if absent(value):
         return ""
     if not isinstance(value, str):
-        raise Misfit(f'"{columns[name]}" must be a string, it is {called(value)}', "mend or delete the row")
+        raise Misfit(f'"{columns[name]}" must be a string, it is {type_name(value)}', "mend or delete the row")
     return checked_text(value)
 
 
@@ -78,7 +78,8 @@ def _with_system(raw: Raw, columns: Columns, messages: tuple[Message, ...]) -> t
 
 
 def _chat(raw: Raw, columns: Columns, name: str = "messages", keys: tuple[str, str] = ("role", "content")) -> Example:
-    value, column = raw.value, columns.get(name, name)
+    value = raw.value
+    column = columns.get(name, name)
     content = value[column] if column in value else look_up(value, column)
     if content is None and columns.get(name) not in value:
         listed = ", ".join(sorted(map(str, value))[:8]) or "none"
@@ -155,7 +156,8 @@ def _prompt(raw: Raw, columns: Columns) -> Example:
 
 
 def _pair(raw: Raw, columns: Columns) -> Example:
-    prompt, text = _string(raw, columns, "source", "a pair"), _string(raw, columns, "target", "a pair")
+    prompt = _string(raw, columns, "source", "a pair")
+    text = _string(raw, columns, "target", "a pair")
     return Example(raw.where, raw.number, "pair", prompt=prompt, text=text)
 
 
@@ -171,7 +173,8 @@ def _segments(raw: Raw, columns: Columns) -> Example:
     if not isinstance(value, list) or not value:
         problem = f'"{columns.get("segments", "segments")}" must be a list with at least one segment'
         raise Misfit(problem, 'write [{"text": "…", "label": false}, {"text": "…", "label": true}]')
-    key, flags = columns.get("text", "text"), (columns["label"],) if "label" in columns else _LEARN
+    key = columns.get("text", "text")
+    flags = (columns["label"],) if "label" in columns else _LEARN
     segments = []
     for index, segment in enumerate(value):
         place = f"segment {index + 1}"
@@ -255,7 +258,9 @@ def _preference(raw: Raw, columns: Columns) -> Example:
         if isinstance(prompt, str) and not any(prompt.strip() == str(m["content"]).strip() for m in shared):
             problem = "the prompt is not in the messages with which chosen and rejected begin"
             raise Misfit(problem, "keep the prompt or the messages")
-        history, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
+        history = shared
+        chosen = chosen[len(shared) :]
+        rejected = rejected[len(shared) :]
     _check_answers(chosen, rejected)
     tools = read_tools(_get(raw, columns, "tools")) if "tools" in columns else ()
     history = _with_system(raw, columns, history)
@@ -299,8 +304,10 @@ def _kto(raw: Raw, columns: Columns) -> Example:
 
 
 def _label(raw: Raw, columns: Columns) -> Example:
-    text, second = _string(raw, columns, "text", "a label row"), _optional(raw, columns, "second")
-    value, column = _get(raw, columns, "label"), columns.get("label", "label")
+    text = _string(raw, columns, "text", "a label row")
+    second = _optional(raw, columns, "second")
+    value = _get(raw, columns, "label")
+    column = columns.get("label", "label")
     if (name := label_name(value)) is None:
         reason = "it has none" if absent(value) or value == "" else f"this is {value!r:.40}"
         problem = f'"{column}" must be a word, a whole number or true/false: {reason}'

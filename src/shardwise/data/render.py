@@ -67,12 +67,15 @@ class Renderer:
             problem = "has no fast version (tokenizer.json), which exact loss masks need"
             remedy = "convert it with transformers, or use the tokenizer of a sibling model"
             raise UserError("model.tokenizer", type(tokenizer).__name__, problem, remedy)
-        self.tokenizer, self.loss_on, self.field, self.purpose = tokenizer, loss_on, field, purpose
+        self.tokenizer = tokenizer
+        self.loss_on = loss_on
+        self.field = field
+        self.purpose = purpose
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
         self.last = [eos] if eos is not None else []
         self.template = ChatTemplate(tokenizer, stops)
-        self.encoder = Encoder(_inner(tokenizer))
+        self.encoder = Encoder(_backend_tokenizer(tokenizer))
         self.rows = RowRenderer(tokenizer, field, purpose, labels) if purpose in ROW_PURPOSES else None
 
     def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
@@ -82,7 +85,7 @@ class Renderer:
             if self.rows is not None:
                 yield from self.rows.render(batch)
             elif self.purpose in ("preference", "kto"):
-                yield from map(self._judged, batch)
+                yield from map(self._preference_document, batch)
             else:
                 yield from self._documents(batch, self._plans(batch))
 
@@ -100,7 +103,7 @@ class Renderer:
         (document,) = self._answers(example, (example.chosen,))
         return document
 
-    def _judged(self, example: Example) -> Document | BadRow:
+    def _preference_document(self, example: Example) -> Document | BadRow:
         """Document of a preference or KTO example; see the table in layout.py."""
         try:
             if self.purpose == "kto":
@@ -155,7 +158,8 @@ class Renderer:
             case "segments":
                 return _segments(example.segments)
             case "pair":
-                text, begin = example.prompt + example.text, 0 if self.loss_on == "all" else len(example.prompt)
+                text = example.prompt + example.text
+                begin = 0 if self.loss_on == "all" else len(example.prompt)
                 empty = () if example.text.strip() else (EMPTY_ANSWER,)
                 return _RenderPlan(text, [(begin, len(text))], plain=True, ends=True, remarks=empty)
             case "tokens":
@@ -167,7 +171,8 @@ class Renderer:
         self.template.check_spelling(example.messages, example.tools)
         if isinstance(rendered, RowFault):
             raise rendered
-        messages, tools = example.messages, example.tools
+        messages = example.messages
+        tools = example.tools
         text = self.template.render(messages, tools) if rendered is None else rendered
         weights = example.weights or (None,) * len(messages)
         unwritten = self.template.unwritten(text, messages, tools)
@@ -175,16 +180,16 @@ class Renderer:
         if self.loss_on == "all":
             left_out = tuple(i for i, w in enumerate(weights) if w == 0)
             spans = self.template.mask(text, messages, left_out, tools).spans if left_out else []
-            return _RenderPlan(text, _rest(spans, len(text)), remarks=remarks)
+            return _RenderPlan(text, _complement(spans, len(text)), remarks=remarks)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers and 1 not in weights:
             problem = "the conversation has no assistant message, so nothing would be learned"
             raise RowFault(problem, "add one, delete the row, or use data.loss_on: all")
         default = answers if self.loss_on == "assistant" else answers[-1:]
         trained = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
-        if any(not messages[i]["content"].strip() and _silent(messages[i], unwritten) for i in trained):
+        if any(not messages[i]["content"].strip() and _has_no_output(messages[i], unwritten) for i in trained):
             remarks = (*remarks, EMPTY_ANSWER)
-        if any(thought not in text for i in trained for thought in _thoughts(messages[i], unwritten)):
+        if any(thought not in text for i in trained for thought in _reasoning_texts(messages[i], unwritten)):
             remarks = (*remarks, THOUGHTS_DROPPED)
         if not trained:
             return _RenderPlan(text, [], remarks=remarks)
@@ -206,7 +211,8 @@ class Renderer:
                 yield self._document(example, plan, next(encodings))
 
     def _document(self, example: Example, plan: _RenderPlan, encoded: Encoded | Joined) -> Document | BadRow:
-        ids, remarks = encoded.ids, plan.remarks
+        ids = encoded.ids
+        remarks = plan.remarks
         learned = np.zeros(len(ids), dtype=bool)
         for begin, end in plan.spans:  # tokens that begin within them
             (start, reach), (stop, beyond) = encoded.edge(begin), encoded.edge(end)
@@ -225,7 +231,9 @@ class Renderer:
                 if example.prompt[-1:].isspace():
                     remedy = "take the blank from the end of the prompt to the beginning of the answer"
                 return BadRow(example.where, example.number, problem, remedy)
-            remarks += tuple(dict.fromkeys(r for begin, _ in plan.spans for r in _joined(plan.text, begin, encoded)))
+            remarks += tuple(
+                dict.fromkeys(r for begin, _ in plan.spans for r in _boundary_remarks(plan.text, begin, encoded))
+            )
             first = [] if ids[:1].tolist() == self.first else self.first
             last = [] if ids[-1:].tolist() == self.last else self.last
             ids = np.concatenate([first, ids, last]).astype(np.int32)
@@ -234,7 +242,8 @@ class Renderer:
         return Document(example.where, example.number, ids, learned, remarks=remarks)
 
     def _tokens(self, example: Example) -> Document | BadRow:
-        count, problem = len(self.tokenizer), ""
+        count = len(self.tokenizer)
+        problem = ""
         wrong = next((t for t in example.tokens if not 0 <= t < count), None)
         if wrong is not None:
             problem = f"has token {wrong}, the tokenizer knows 0 to {count - 1}"
@@ -262,12 +271,12 @@ def _segments(segments: Sequence[tuple[str, bool]]) -> _RenderPlan:
     )
 
 
-def _silent(message: Message, unwritten: Sequence[str]) -> bool:
+def _has_no_output(message: Message, unwritten: Sequence[str]) -> bool:
     """Whether a message without content has no other field that the template writes either."""
     return not any(message.get(key) for key in SAYING if key not in unwritten)
 
 
-def _thoughts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
+def _reasoning_texts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
     """Yields the reasoning text of a message, from its content or from fields that the template writes."""
     before, tag, _ = str(message["content"]).partition("</think>")
     if tag:
@@ -277,7 +286,7 @@ def _thoughts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
         yield from (field.strip() for field in fields if isinstance(field, str))
 
 
-def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
+def _boundary_remarks(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
     """Yields warnings about the boundary where the loss begins: see [Note: boundaries]."""
     if not 0 < begin < len(text):
         return
@@ -287,13 +296,13 @@ def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
         yield RUN_TOGETHER
 
 
-def _rest(spans: list[Span], length: int) -> list[Span]:
+def _complement(spans: list[Span], length: int) -> list[Span]:
     """The gaps between spans."""
     edges = [0, *(min(edge, length) for span in sorted(spans) for edge in span), length]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
-def _inner(tokenizer: Any) -> Any:
+def _backend_tokenizer(tokenizer: Any) -> Any:
     """The backend tokenizer, with untrimmed offsets.
 
     Byte-level tokenizers may trim blanks from offsets. A token that has the blank at the end of a prompt would then

@@ -31,7 +31,9 @@ class RowRenderer:
     """Renders examples to documents with one tokenizer, for one of ROW_PURPOSES."""
 
     def __init__(self, tokenizer: Any, field: str, purpose: Purpose, labels: Sequence[str]) -> None:
-        self.tokenizer, self.field, self.labels = tokenizer, field, labels
+        self.tokenizer = tokenizer
+        self.field = field
+        self.labels = labels
         self.special = special_ids(tokenizer)
         renderers: dict[Purpose, Callable[[Sequence[Example]], Iterator[Document | BadRow]]] = {
             "seq2seq": self._pairs, "masked": self._texts, "classify": self._labelled,

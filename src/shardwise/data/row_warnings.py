@@ -89,12 +89,12 @@ def _sentence(remark: str, count: int, many: str, format: str, columns: Mapping[
         return f"{text} that word is not learned; take the blank from the prompt to the beginning of the answer"
     if remark == FIRST_WORD:
         text = f"{many} a prompt whose end makes one token with the first word of the answer, so that word is not"
-        return f"{text} learned; {_parted(format, columns)}"
+        return f"{text} learned; {_separation_remedy(format, columns)}"
     if remark == FIRST_WORD_CHAT:
         text = f"{many} answers whose first word makes one token with the blank at the end of the template's prompt, so"
         return f"{text} that word is not trained on; use a template whose prompt has no blank at its end"
     if remark == RUN_TOGETHER:
-        return f"{many} a prompt and an answer whose words run together; {_parted(format, columns)}"
+        return f"{many} a prompt and an answer whose words run together; {_separation_remedy(format, columns)}"
     kind, colon, marked = remark.partition(": ")
     if (unusual := UNUSUAL.get(kind + colon)) is not None:
         return unusual.format(many=many, text=marked)
@@ -106,10 +106,11 @@ def _sentence(remark: str, count: int, many: str, format: str, columns: Mapping[
     return f"{text} no token to learn and go for nothing; raise data.sequence_length to keep answers with their prompts"
 
 
-def _parted(format: str, columns: Mapping[str, str]) -> str:
+def _separation_remedy(format: str, columns: Mapping[str, str]) -> str:
     """Remedy for a prompt and answer that run together when concatenated."""
     remedy = "begin the answers with a blank or a newline"
-    prompt, answer = columns.get("prompt", columns.get("source")), columns.get("completion", columns.get("target"))
+    prompt = columns.get("prompt", columns.get("source"))
+    answer = columns.get("completion", columns.get("target"))
     if format not in ("prompt", "pair") or not prompt or not answer:
         return remedy
     fields = f"format: alpaca with fields: {{instruction: {prompt}, output: {answer}}}"

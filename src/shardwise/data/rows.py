@@ -175,7 +175,8 @@ def second_text(tokens: np.ndarray, separator: int) -> np.ndarray:
 def type_separator(tokenizer: Any) -> int | None:
     """The token after which a tokenizer's token types change from 0 to 1 in a pair; None if they do not."""
     pair = tokenizer("a", "a")
-    types, separator = pair.get("token_type_ids"), tokenizer.sep_token_id
+    types = pair.get("token_type_ids")
+    separator = tokenizer.sep_token_id
     if types is None or separator is None or "token_type_ids" not in tokenizer.model_input_names:
         return None
     same = second_text(np.array(pair["input_ids"]), separator).tolist() == list(types)

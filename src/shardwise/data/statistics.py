@@ -61,8 +61,11 @@ def coarse(histogram: Sequence[int], bars: int) -> list[tuple[int, int, int]]:
         return []
     first, last = filled[0], filled[-1]
     width = -(-(last - first + 1) // max(1, bars))
-    groups = [range(start, min(start + width, last + 1)) for start in range(first, last + 1, width)]
-    return [(bin_range(g[0])[0], bin_range(g[-1])[1], sum(histogram[i] for i in g)) for g in groups]
+    merged = []
+    for start in range(first, last + 1, width):
+        end = min(start + width, last + 1)
+        merged.append((bin_range(start)[0], bin_range(end - 1)[1], sum(histogram[start:end])))
+    return merged
 
 
 def remedy_of(fate: str, longest: int) -> str:
@@ -153,7 +156,8 @@ class SourceStatistics:
 
     def percentile(self, share: float) -> int:
         """Length that this share of the rows does not exceed, accurate to within an eighth."""
-        total, cumulative = sum(self.lengths), 0
+        total = sum(self.lengths)
+        cumulative = 0
         for index, count in enumerate(self.lengths):
             cumulative += count
             if count and cumulative >= share * total - 1e-9:
@@ -269,7 +273,9 @@ def read_fates(file: str | Path, limit: int, counts: dict[str, int] | None = Non
                     continue
                 try:
                     row = json.loads(line)
-                    fate, where, reason = str(row["fate"]), str(row["where"]), str(row.get("reason") or "")
+                    fate = str(row["fate"])
+                    where = str(row["where"])
+                    reason = str(row.get("reason") or "")
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # the last line of a run that was killed
                 entries = rows.setdefault(fate, [])

@@ -63,7 +63,9 @@ class _Zstd(io.RawIOBase):
     """Decompresses zstd frame by frame; the library's own reader accepts truncated files."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.held, self.tail = file, memoryview(b""), b""
+        self.file = file
+        self.held = memoryview(b"")
+        self.tail = b""
         self.frame: Any = None
         self.library: Any = zstd_library()
 
@@ -121,7 +123,9 @@ class Input:
     """A file read forward; errors are reported with the current line."""
 
     def __init__(self, path: Path, field: str) -> None:
-        self.path, self.field, self.line = path, field, 1
+        self.path = path
+        self.field = field
+        self.line = 1
         try:
             self.file = open_bytes(path)
             self.head: bytes = self.file.peek(64)[:64]  # type: ignore[attr-defined]

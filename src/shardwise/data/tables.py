@@ -36,9 +36,10 @@ class ArrowBatch:
         try:
             values = table.to_pylist(maps_as_pydicts="lossy")
         except (ValueError, OverflowError, pa.ArrowException):  # one value that Python cannot hold: find its row
-            values = [_row_alone(table.slice(index, 1)) for index in range(len(table))]
+            values = [_split_row(table.slice(index, 1)) for index in range(len(table))]
         for index, value in enumerate(values):
-            where, number = f"{self.name} row {self.row + index}", first + index
+            where = f"{self.name} row {self.row + index}"
+            number = first + index
             if isinstance(value, str):
                 yield BadRow(where, number, f"a value cannot be read ({value})", "mend or delete the row")
                 continue
@@ -47,7 +48,7 @@ class ArrowBatch:
             yield Raw(where, number, value)
 
 
-def _row_alone(table: Any) -> dict[str, Any] | str:
+def _split_row(table: Any) -> dict[str, Any] | str:
     try:
         row: dict[str, Any] = table.to_pylist(maps_as_pydicts="lossy")[0]
         return row
@@ -133,7 +134,8 @@ def _parquet(pa: Any, file: Any) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    rows, size = table.metadata.num_rows, 0
+    rows = table.metadata.num_rows
+    size = 0
     for group in range(table.metadata.num_row_groups):
         size += table.metadata.row_group(group).total_byte_size
     fit = CHUNK_ROWS if not size else max(1, min(CHUNK_ROWS, rows * CHUNK_BYTES // size))
@@ -241,11 +243,11 @@ def load_hub(source: Source, field: str) -> Any:
     try:
         loaded = datasets.load_dataset(name, source.subset, split=source.split or "train", streaming=source.streaming)
     except Exception as error:
-        raise _unloaded(error, source, field) from None
+        raise _load_error(error, source, field) from None
     return loaded
 
 
-def _unloaded(error: Exception, source: Source, field: str) -> UserError:
+def _load_error(error: Exception, source: Source, field: str) -> UserError:
     text = " ".join(str(error).split())[:300] or type(error).__name__
     kinds = {kind.__name__ for kind in type(error).__mro__}
     name = hub_name(source.path)
@@ -265,7 +267,9 @@ def _unloaded(error: Exception, source: Source, field: str) -> UserError:
 
 def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
     """Yields the chunks of a hub dataset; of a streamed one as it arrives."""
-    loaded, name, row = load_hub(source, field), hub_label(source), 1
+    loaded = load_hub(source, field)
+    name = hub_label(source)
+    row = 1
     if not source.streaming:
         import pyarrow as pa
 
@@ -284,11 +288,13 @@ def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
         except StopIteration:
             break
         except Exception as error:
-            raise _unloaded(error, source, field) from None
+            raise _load_error(error, source, field) from None
         length = len(str(value))
         if len(chunk) == CHUNK_ROWS or (chunk and size + length > CHUNK_BYTES):
             yield Plain(name, row, tuple(chunk))
-            row, chunk, size = row + len(chunk), [], 0
+            row += len(chunk)
+            chunk = []
+            size = 0
         chunk.append(value)
         size += length
     if chunk:
@@ -309,5 +315,5 @@ def hub_digest(source: Source, field: str) -> str:
     try:
         sha = HfApi().dataset_info(hub_name(source.path)).sha
     except Exception as error:
-        raise _unloaded(error, source, field) from None
+        raise _load_error(error, source, field) from None
     return f"{sha} {source.subset} {source.split}"

@@ -91,7 +91,9 @@ class _Shape:
 
     def fit(self, text: str, messages: Sequence[Message]) -> Mask | None:
         """The mask, if these contents reproduce exactly this text; None otherwise."""
-        parts, starts, at = [self.literals[0]], [0], len(self.literals[0])
+        parts = [self.literals[0]]
+        starts = [0]
+        at = len(self.literals[0])
         for index, trim, literal in zip(self.order, self.trims, self.literals[1:], strict=True):
             content = messages[index]["content"]
             if trim is not None:
@@ -215,7 +217,8 @@ class ChatTemplate:
         }
         asks: Message = {"role": "user", "content": "Why?"}
         messages = [asks, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        before, self._calls_form = self._calls_form, form
+        before = self._calls_form
+        self._calls_form = form
         try:
             text = self.render(messages, [TOOL])
             begin, end = self.search(text, messages, (1,), [TOOL]).spans[0]
@@ -325,7 +328,9 @@ class ChatTemplate:
         if any(text.count(m) != 1 or padded.count(m) != 1 for m in marks):
             return None
         order = sorted(range(len(roles)), key=lambda i: text.index(marks[i]))
-        literals, starts, at = [], [0], 0
+        literals = []
+        starts = [0]
+        at = 0
         for index in order:
             place = text.index(marks[index])
             literals.append(text[at:place])
@@ -365,4 +370,6 @@ def _trim(padded: str, mark: str) -> Callable[[str], str] | None:
     left, right = padded[max(at - 2, 0) : at] != "\n ", padded[at + len(mark) :][:2] != " \n"
     if left and right:
         return str.strip
-    return str.lstrip if left else str.rstrip if right else None
+    if left:
+        return str.lstrip
+    return str.rstrip if right else None

@@ -88,8 +88,10 @@ def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> 
     if not text.count(look.question) == prompted.count(look.question) == 1:
         unprompted = prompted = ""  # questions are rewritten once they are answered: nothing is known of prompts
     prompt = prompted.partition(look.question)[2]
-    markers, around = template.markers, Around(text.partition(look.answer)[2], look.gaps())
-    before, gap = look.openings(text), around.gaps.get("user", "")
+    markers = template.markers
+    around = Around(text.partition(look.answer)[2], look.gaps())
+    before = look.openings(text)
+    gap = around.gaps.get("user", "")
     asks = unprompted != prompted or look.asks_for(prompt, find_opening(markers, before, gap, ()), around.last or "")
     # What stands behind a question ends it, unless it asks for an answer each time.
     closings = [unprompted.partition(look.question)[2]] if unprompted != prompted or not asks else []
@@ -117,7 +119,9 @@ class _Look:
     """Conversations of sentinels after some first messages."""
 
     def __init__(self, template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> None:
-        self.template, self.lead, self.tools = template, lead, tools
+        self.template = template
+        self.lead = lead
+        self.tools = tools
         self.question, self.answer, self.second, third = stamps("", 4)
         self.asks: Message = {"role": "user", "content": self.question}
         self.turns = [*lead, self.asks, {"role": "assistant", "content": self.answer}]

@@ -169,7 +169,9 @@ class ChunkMaker:
     """Tokenises and stores one chunk of rows; one per worker."""
 
     def __init__(self, reader: RowReader, tokenizer: Any, folder: Path) -> None:
-        self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
+        self.reader = reader
+        self.tokenizer = tokenizer
+        self.folder = folder
         self.spec = reader.spec
         spec = self.spec
         self.renderer = Renderer(tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels, spec.stops)
@@ -180,7 +182,8 @@ class ChunkMaker:
         task, removed = work
         if has_chunk(self.folder / "train", task.index):
             return read_summary(self.folder, task.index)[0]
-        summary, fates = Summary(), RowOutcomes()
+        summary = Summary()
+        fates = RowOutcomes()
         examples, summary.rows = self.reader.examples(task, removed, fates)
         if not self._template_checked and any(example.kind in TURNS for example in examples):
             check_template(self.tokenizer, "model.tokenizer", self.spec.stops)
@@ -221,9 +224,11 @@ class ChunkMaker:
         return summary
 
     def _count(self, train: list[Document], evaluation: list[Document], lengths: list[int], summary: Summary) -> None:
-        summary.documents, summary.tokens = len(train), sum(len(d.tokens) for d in train)
+        summary.documents = len(train)
+        summary.tokens = sum(len(d.tokens) for d in train)
         summary.supervised = sum(int(d.learned.sum()) for d in train)
-        summary.held_out, summary.longest = len(evaluation), max(lengths, default=0)
+        summary.held_out = len(evaluation)
+        summary.longest = max(lengths, default=0)
         summary.largest_token = max((int(d.tokens.max()) for d in train + evaluation), default=0)
         add_lengths(summary.lengths, lengths)
 
@@ -234,7 +239,8 @@ def fit(
     """Splits, truncates or drops a document that exceeds the sequence length, as data.over_length says."""
     if renderer.rows is not None:
         return fit_row(document, spec, renderer.rows.special, fates, refused)
-    limit, length = spec.data.sequence_length, len(document.tokens)
+    limit = spec.data.sequence_length
+    length = len(document.tokens)
     if length <= limit:
         return [document]
     policy = spec.data.over_length or ("split" if plain else "error")
@@ -242,11 +248,11 @@ def fit(
         if not plain:
             fates.add("split", document.where, f"{length} tokens")
         # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
-        pieces = [_cut(document, start, limit) for start in range(0, length - 1, limit - 1)]
+        pieces = [_slice_of(document, start, limit) for start in range(0, length - 1, limit - 1)]
         for piece in pieces:
             piece.learned[:1] = False
         return pieces
-    cut = truncated(document, limit) if spec.purpose == "preference" else _cut(document, 0, limit)
+    cut = truncated(document, limit) if spec.purpose == "preference" else _slice_of(document, 0, limit)
     if policy == "truncate" and cut is not None and cut.learned.any():
         fates.add("truncated", document.where, f"{length} tokens")
         return [cut]
@@ -270,10 +276,10 @@ def held_out(row: int, spec: Spec) -> bool:
     if row < 2 or block == 0:
         return row == 0  # so that the smallest source has rows on either side
     first, end = math.ceil(block * every - 0.5), math.ceil((block + 1) * every - 0.5)
-    return row == first + _mixed(spec.seed * 1_000_003 + spec.index, block) % (end - first)
+    return row == first + _splitmix(spec.seed * 1_000_003 + spec.index, block) % (end - first)
 
 
-def _mixed(seed: int, number: int) -> int:
+def _splitmix(seed: int, number: int) -> int:
     """Pseudo-random number from a seed and a counter (splitmix64)."""
     x = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & (2**64 - 1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -281,13 +287,14 @@ def _mixed(seed: int, number: int) -> int:
     return x ^ (x >> 31)
 
 
-def _cut(document: Document, start: int, length: int) -> Document:
+def _slice_of(document: Document, start: int, length: int) -> Document:
     place = slice(start, start + length)
     return replace(document, tokens=document.tokens[place], learned=document.learned[place].copy())
 
 
 def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
-    first, lengths = documents[0], [len(d.tokens) for d in documents]
+    first = documents[0]
+    lengths = [len(d.tokens) for d in documents]
     problem = f"the row has {lengths[0]} tokens, more than data.sequence_length = {spec.data.sequence_length}"
     if len(lengths) > 1:
         problem += (
@@ -332,7 +339,8 @@ def tokenise_source(
     check_format(detected, spec.purpose, spec.field, spec.source.path)
     maker = ChunkMaker(RowReader(spec, detected, passages), tokenizer, folder)
     work = ((task, _removed(removals, spec, task)) for task in tasks)
-    total, count = Summary(), 0
+    total = Summary()
+    count = 0
     for summary in in_order(maker, work, workers):
         total.add(summary)
         count += 1
@@ -341,7 +349,7 @@ def tokenise_source(
     _write_fates(folder, count)
     notes = source_notes(spec.source, spec.field)
     if not total.supervised and not total.held_out:
-        raise _nothing_learned(spec, total, folder)
+        raise _no_loss_tokens(spec, total, folder)
     facts = total.__dict__ | {
         "format": detected.format, "reason": ". ".join([detected.reason, *notes]), "columns": detected.columns,
         "seconds": round(time.monotonic() - started, 3),
@@ -384,7 +392,7 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
     return detected, chain(inspected, tasks)
 
 
-def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
+def _no_loss_tokens(spec: Spec, total: Summary, folder: Path) -> UserError:
     """UserError for a source without loss tokens, with the first row of the most common fate."""
     listed = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
     few = "its only row has no" if total.rows == 1 else f"none of its {total.rows} rows has a"
@@ -413,11 +421,11 @@ def in_order(function: Callable[[A], B], items: Iterator[A], workers: int) -> It
         return
     # Forked, the workers have the tokenizer at once and share its memory.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_be_worker, initargs=(function,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_init_worker, initargs=(function,)) as pool:
         waiting: deque[Future[B]] = deque()
         try:
             for item in items:
-                waiting.append(pool.submit(_work, item))
+                waiting.append(pool.submit(_call_function, item))
                 if len(waiting) > AHEAD * workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -430,7 +438,7 @@ def in_order(function: Callable[[A], B], items: Iterator[A], workers: int) -> It
 _FUNCTION: list[Callable[[Any], Any]] = []  # of this worker process: a pool has no other place for it
 
 
-def _be_worker(function: Callable[[Any], Any]) -> None:
+def _init_worker(function: Callable[[Any], Any]) -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
@@ -439,7 +447,7 @@ def _be_worker(function: Callable[[Any], Any]) -> None:
     _FUNCTION.append(function)
 
 
-def _work(item: Any) -> Any:
+def _call_function(item: Any) -> Any:
     return _FUNCTION[0](item)
 
 
@@ -465,21 +473,21 @@ def make_sources(specs: list[Spec], folders: list[Path], tokenizer: Any, workers
     for _, folder in missing:
         (folder / "train/failed.json").unlink(missing_ok=True)
     name = f"refine-{folders[0].name}-"  # see _sweep of prepare.py
-    with tempfile.TemporaryDirectory(prefix=name, dir=_made(folders[0].parent)) as work:
+    with tempfile.TemporaryDirectory(prefix=name, dir=_make_folder(folders[0].parent)) as work:
         passages = removals = None
         if any(spec.trains for spec, _ in missing):
-            passages = _passages(specs, Path(work))
-            removals = _repeats(specs, passages, workers, Path(work))
+            passages = _eval_ngrams(specs, Path(work))
+            removals = _find_duplicates(specs, passages, workers, Path(work))
         for spec, folder in missing:
             tokenise_source(spec, tokenizer, folder, workers, passages if spec.trains else None, removals)
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
+def _eval_ngrams(specs: list[Spec], work: Path) -> EvalNgrams | None:
     """N-grams of the evaluation sources, which training rows must not contain."""
     words = specs[0].data.refine.decontaminate
     if not words:
@@ -496,11 +504,11 @@ def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
     return EvalNgrams.from_examples(examples(), words, work / "passages")
 
 
-def _repeats(specs: list[Spec], passages: EvalNgrams | None, workers: int, work: Path) -> Removals | None:
+def _find_duplicates(specs: list[Spec], passages: EvalNgrams | None, workers: int, work: Path) -> Removals | None:
     """Duplicate rows of the training sources."""
     if specs[0].data.refine.duplicates == "keep":
         return None
-    finder = DuplicateFinder(specs[0].data.refine, _made(work / "repeats"))
+    finder = DuplicateFinder(specs[0].data.refine, _make_folder(work / "repeats"))
     for spec in specs:
         if spec.trains:
             detected, tasks = look(spec)
@@ -517,7 +525,8 @@ def main(plan: Path) -> None:
     values = json.loads(plan.read_text())
     _die_with(values["parent"])
     os.nice(5)  # training comes first
-    specs, folders = [Spec.from_json(v) for v in values["specs"]], [Path(f) for f in values["folders"]]
+    specs = [Spec.from_json(v) for v in values["specs"]]
+    folders = [Path(f) for f in values["folders"]]
     tokenizer = AutoTokenizer.from_pretrained(values["tokenizer"], trust_remote_code=False)
     with FileLock(values["lock"]):
         try:

@@ -145,7 +145,10 @@ def find_end(
 
 class _Ends:
     def __init__(self, markers: Markers, opening: Opening, around: Around, calls: str, known: frozenset[str]) -> None:
-        self.markers, self.opening, self.calls, self.known = markers, opening, calls, known
+        self.markers = markers
+        self.opening = opening
+        self.calls = calls
+        self.known = known
         self.last = (around.last or "").lstrip()
         self.gaps = {role: gap.lstrip() for role, gap in around.gaps.items()}
 

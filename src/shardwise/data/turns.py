@@ -28,7 +28,9 @@ class RowFault(Exception):
 
     def __init__(self, problem: str, remedy: str, message: int | None = None) -> None:
         super().__init__(problem)
-        self.problem, self.remedy, self.message = problem, remedy, message
+        self.problem = problem
+        self.remedy = remedy
+        self.message = message
 
 
 class TemplateFault(Exception):
@@ -52,7 +54,10 @@ class Turns:
     """Locates the spans of one conversation."""
 
     def __init__(self, template: ChatTemplate, text: str, messages: list[Message], tools: list[Any]) -> None:
-        self.template, self.text, self.messages, self.tools = template, text, messages, tools
+        self.template = template
+        self.text = text
+        self.messages = messages
+        self.tools = tools
         *self.stamps, self.next = stamps(text, len(messages) + 1)
         self.ends: dict[int, int] = {}  # message → where its content ends
         self.inside: dict[int, bool] = {}  # whether its stamp stood before the blanks at its end, or behind them
@@ -87,7 +92,7 @@ class Turns:
         if message.get("tool_calls"):
             return self._calls(index)
         if index not in self.ends:
-            raise self._lost(index)
+            raise self._missing_end_fault(index)
         place = self.ends[index]
         begin = self._begin(index, place - len(content_text(message)), place)
         if not _same_words(self.text[begin:place], message["content"]):
@@ -98,7 +103,7 @@ class Turns:
         return (begin, end) if end > place or self.text[begin:end].strip() else (begin, begin)
 
     def _calls(self, index: int) -> Span:
-        place = len(self.text) - len(self._behind_calls(self.messages, index, None))
+        place = len(self.text) - len(self._text_behind_calls(self.messages, index, None))
         begin = self._begin(index, place, place)
         if content_text(self.messages[index]):
             if self._find_end(index) is None:
@@ -114,8 +119,9 @@ class Turns:
     def _other(self, index: int) -> Span:
         """Span of a message that is not the assistant's: its content, and the end of turn if answers have the same."""
         if index not in self.ends:
-            raise self._lost(index)
-        place, words = self.ends[index], content_text(self.messages[index])
+            raise self._missing_end_fault(index)
+        place = self.ends[index]
+        words = content_text(self.messages[index])
         if not self.text[:place].rstrip().endswith(words):
             raise _other_words(index)
         begin = len(self.text[:place].rstrip()) - len(words)
@@ -157,7 +163,9 @@ class Turns:
         except RowFault:
             return {}
         places = sorted((marked.find(self.stamps[i]), i) for i in which if self.stamps[i] in marked)
-        ends, bare, at = {}, [], 0
+        ends = {}
+        bare = []
+        at = 0
         for place, index in places:
             bare.append(marked[at:place])
             ends[index] = sum(map(len, bare))
@@ -172,7 +180,7 @@ class Turns:
             stamped[index] = messages[index] | {"content": content[:end] + self.stamps[index] + content[end:]}
         return stamped
 
-    def _lost(self, index: int) -> Exception:
+    def _missing_end_fault(self, index: int) -> Exception:
         """The error for an answer whose end is not found: text is cut or changed, possibly only in earlier turns."""
         if not content_text(self.messages[index]):
             problem = "the chat template writes an empty message otherwise than one with words"
@@ -199,7 +207,7 @@ class Turns:
                     if end <= limit and fits and not manner.opens(self.text[end:words]):
                         return end
         for place, prompt in self._prompts(index, manner, {}):
-            for find in (self._parted, self._but_for_blanks) if place else ():
+            for find in (self._tag_boundary, self._ignoring_blanks) if place else ():
                 if (behind := find(index, place, prompt, words)) is not None:
                     return behind
         if self.messages[index - 1]["role"] == "assistant":
@@ -207,16 +215,17 @@ class Turns:
             raise RowFault(problem, "join the two, or put a user message between them", index)
         raise rewrites_turns()
 
-    def _parted(self, index: int, place: int, prompt: str, words: int) -> int | None:
+    def _tag_boundary(self, index: int, place: int, prompt: str, words: int) -> int | None:
         """Where a prompt and the text before an answer differ, if only in tags (`<think>`, `<|START_RESPONSE|>`)."""
-        markers, manner = self.template.markers, self.template.manner()
+        markers = self.template.markers
+        manner = self.template.manner()
         written = self.text[place : max(place, words)]
         shared = markers.alike(prompt, written, markers.tags)
         lead = written[shared:]
         addressed = manner.names_assistant(markers, prompt[:shared])
         return place + shared if addressed and lead.strip() and self._is_tags(index, lead) else None
 
-    def _but_for_blanks(self, index: int, place: int, prompt: str, words: int) -> int | None:
+    def _ignoring_blanks(self, index: int, place: int, prompt: str, words: int) -> int | None:
         """End of a prompt that is rendered with different blanks."""
         pattern = r"\s*".join(map(re.escape, "".join(prompt.split())))
         match = re.compile(rf"\s*{pattern}").match(self.text, place, words)
@@ -249,9 +258,9 @@ class Turns:
         """Raises if the template renders one message as several turns, whose headers would be trained on."""
         ends = self.template.manner().stops
         if any(mark in ends for mark in self.template.markers.inside(self.text[begin:place])):
-            raise self._several(index)
+            raise self._several_turns_fault(index)
 
-    def _several(self, index: int) -> RowFault:
+    def _several_turns_fault(self, index: int) -> RowFault:
         problem = "the chat template writes this message as several turns"
         return RowFault(problem, "make a message of each of its parts, or use another template", index)
 
@@ -271,7 +280,7 @@ class Turns:
             if end is None or (calls and not end.text):
                 raise no_end()
             if any(header.strip() in end.text for header in manner.headers()):
-                raise self._several(index)
+                raise self._several_turns_fault(index)
             written = end.text.removesuffix(end.added)
             if not rest.startswith(written, blank) or (end.added and rest[blank + len(written) :].strip()):
                 raise rewrites_turns()
@@ -313,14 +322,15 @@ class Turns:
             self.notes[END_ADDED + end.text.strip()] = None
 
     def _around(self, index: int, place: int, following: Message | None, calls: bool) -> Around:
-        context, gaps = self.messages[: index + 1], {}
+        context = self.messages[: index + 1]
+        gaps = {}
         for role in ROLES:
             probe: Message = {"role": role, "content": self.next}
             if following is not None and role == following["role"]:
                 probe = {k: v for k, v in following.items() if k != "tool_calls"} | probe
             elif role == "tool" and calls:
                 probe |= {"tool_call_id": str(context[-1]["tool_calls"][0].get("id", "")), "name": "name"}
-            if (gap := self._behind(context, index, probe, calls)) is not None:
+            if (gap := self._text_behind(context, index, probe, calls)) is not None:
                 gaps[role] = gap
         if following is not None and following["role"] not in gaps:
             # The template refuses it as the last message: what stands before its words.
@@ -328,14 +338,14 @@ class Turns:
             if at is None:
                 raise rewrites_turns()
             gaps[str(following["role"])] = self.text[place : at - len(content_text(following))]
-        return Around(self._behind(context, index, None, calls), gaps)
+        return Around(self._text_behind(context, index, None, calls), gaps)
 
-    def _behind(self, context: list[Message], index: int, following: Message | None, calls: bool) -> str | None:
+    def _text_behind(self, context: list[Message], index: int, following: Message | None, calls: bool) -> str | None:
         """Text behind an answer, up to the content of the following message."""
         messages = context if following is None else [*context, following]
         try:
             if calls:
-                return self._behind_calls(messages, index, following)
+                return self._text_behind_calls(messages, index, following)
             text = self._render(self._stamp(messages, {index}, self.inside[index]))
         except RowFault:
             return None
@@ -345,12 +355,13 @@ class Turns:
             complete = complete and reached
         return rest if complete else None
 
-    def _behind_calls(self, messages: list[Message], index: int, following: Message | None) -> str:
+    def _text_behind_calls(self, messages: list[Message], index: int, following: Message | None) -> str:
         """Text behind the last character that changes with the arguments (results may repeat the name)."""
         *marks, _ = stamps(self.text, len(messages[index]["tool_calls"]) + 1)
         calls = [_changed_call(call, mark) for call, mark in zip(messages[index]["tool_calls"], marks, strict=True)]
         changed = [*messages[:index], messages[index] | {"tool_calls": calls}, *messages[index + 1 :]]
-        original, altered = self.text if messages is self.messages else self._render(messages), self._render(changed)
+        original = self.text if messages is self.messages else self._render(messages)
+        altered = self._render(changed)
         if following is not None:
             original, altered = (text.partition(self.next)[0] for text in (original, altered))
         if not all(mark in altered for mark in marks):

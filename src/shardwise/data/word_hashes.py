@@ -49,7 +49,9 @@ def _content(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(str(p.get("text") or "") if isinstance(p, dict) else str(p) for p in content)
-    text = content if isinstance(content, str) else "" if content is None else dumped(content)
+    text = ""
+    if content is not None:
+        text = content if isinstance(content, str) else dumped(content)
     calls = message.get("tool_calls")
     return f"{text}\n{dumped(calls)}" if calls else text
 

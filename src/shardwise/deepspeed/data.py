@@ -29,7 +29,9 @@ class DeepSpeedDataLoader:
         stream = isinstance(dataset, IterableDataset)
         if not stream and sampler is None:
             sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank)
-        self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, sampler
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.data_sampler = sampler
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=batch_size,

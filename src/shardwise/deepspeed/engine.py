@@ -35,8 +35,11 @@ class DeepSpeedEngine(nn.Module):
     def __init__(self, core: Engine, config: dict[str, Any], batch: EngineBatchSizes, scheduler: Any) -> None:
         super().__init__()
         self.module = core.module
-        self._core, self._config, self._batch = core, config, batch
-        self.optimizer, self.lr_scheduler = core.optimizer, scheduler
+        self._core = core
+        self._config = config
+        self._batch = batch
+        self.optimizer = core.optimizer
+        self.lr_scheduler = scheduler
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._applied, self._in_no_sync = False, False
@@ -129,7 +132,9 @@ class DeepSpeedEngine(nn.Module):
             raise UserError("engine.no_sync()", None, problem, "use stage 1, or gradient_accumulation_steps")
         if self._in_no_sync:
             raise UserError("engine.no_sync()", None, "is called inside itself", "leave the inner one out")
-        boundary, self._in_no_sync, self._core.boundary = self._core.boundary, True, False
+        boundary = self._core.boundary
+        self._in_no_sync = True
+        self._core.boundary = False
         try:
             yield
         finally:
@@ -414,7 +419,10 @@ class DeepSpeedEngine(nn.Module):
                 full = full_tensor(value)
                 keep = on_all or self.global_rank == 0
                 kind = dtype if isinstance(value, nn.Parameter) and full.is_floating_point() else full.dtype
-                copies[id(value)] = full.to("cpu", kind) if keep else full[:0] if full.ndim else full
+                if keep:
+                    copies[id(value)] = full.to("cpu", kind)
+                else:  # an empty tensor, where there can be one
+                    copies[id(value)] = full[:0] if full.ndim else full
             result[prefix + name] = copies[id(value)]
         return result
 
@@ -424,5 +432,7 @@ class DeepSpeedEngine(nn.Module):
 
 def _mark(parameter: Any, number: int) -> None:
     """Sets the attributes by which scripts tell whether a parameter is sharded."""
-    parameter.ds_id, parameter.ds_status = number, ZeroParamStatus.NOT_AVAILABLE
-    parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+    parameter.ds_id = number
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    parameter.ds_shape = parameter.shape
+    parameter.ds_numel = parameter.numel()

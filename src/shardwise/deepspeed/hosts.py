@@ -50,8 +50,10 @@ def choose(hosts: Slots, include: str, exclude: str, nodes: int, gpus: int) -> S
         return {host: listed[host] for host in hosts if host in listed}
     if exclude:
         listed = parse_filter("--exclude", exclude, hosts)
-        remaining = {host: [s for s in slots if s not in listed.get(host, [])] for host, slots in hosts.items()}
-        remaining = {host: slots for host, slots in remaining.items() if slots}
+        remaining = {}
+        for host, slots in hosts.items():
+            if left := [slot for slot in slots if slot not in listed.get(host, [])]:
+                remaining[host] = left
         if not remaining:
             raise UserError("--exclude", exclude, "leaves no device", "exclude less")
         return remaining

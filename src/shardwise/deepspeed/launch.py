@@ -146,7 +146,8 @@ def _start_here(args: argparse.Namespace, hosts: Slots, number: int, address: st
     """Runs this host's ranks; returns the exit code."""
     slots = list(hosts.values())[number]
     first = sum(len(s) for s in list(hosts.values())[:number])
-    ranks, port = sum(len(s) for s in hosts.values()), args.master_port
+    ranks = sum(len(s) for s in hosts.values())
+    port = args.master_port
     store = None
     if port is None and len(hosts) == 1:
         import torch.distributed as dist

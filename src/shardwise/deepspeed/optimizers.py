@@ -64,7 +64,8 @@ def configured(config: dict[str, Any], parameters: Any) -> torch.optim.Optimizer
     block = config.get("optimizer")
     if not block:
         return None
-    name, settings = str(block.get("type", "")), dict(block.get("params") or {})
+    name = str(block.get("type", ""))
+    settings = dict(block.get("params") or {})
     if "max_grad_norm" in settings:
         raise UserError("optimizer.params.max_grad_norm", settings["max_grad_norm"], "is no setting of an optimizer",
                         "use gradient_clipping")  # fmt: skip

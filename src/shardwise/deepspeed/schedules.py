@@ -169,7 +169,8 @@ def configured(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> _Sch
     block = config.get("scheduler")
     if not block or block.get("type") is None:
         return None
-    name, settings = block["type"], block.get("params") or {}
+    name = block["type"]
+    settings = block.get("params") or {}
     if name not in KINDS:
         remedy = f"use {', '.join(KINDS)}, or pass a scheduler of your own to initialize"
         raise UserError("scheduler.type", name, "is not known", remedy)

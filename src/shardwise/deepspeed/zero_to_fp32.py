@@ -28,7 +28,9 @@ class LazyTensor:
     """A tensor that is read when `contiguous` is called."""
 
     def __init__(self, folder: Path, name: str, shape: torch.Size) -> None:
-        self.folder, self.name, self.shape = folder, name, shape
+        self.folder = folder
+        self.name = name
+        self.shape = shape
 
     def contiguous(self) -> torch.Tensor:
         """Reads the tensor to the host."""

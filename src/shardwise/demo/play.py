@@ -50,7 +50,8 @@ def play(output: Path, seconds: int, ranks: int) -> None:
     from shardwise.launch.trainer import Trainer
     from shardwise.train.describe import print_plan, print_result
 
-    console, started = Console(), time.monotonic()
+    console = Console()
+    started = time.monotonic()
     console.rule("shardwise demo: teach a small model facts about distributed training", align="left")
     held_out = _lines("heldout.jsonl")
     console.print("loading SmolLM2-135M-Instruct (the first time it is converted: half a minute)")
@@ -68,12 +69,12 @@ def play(output: Path, seconds: int, ranks: int) -> None:
     # A demo begins anew each time, also after one that was broken off; its folder is its own.
     shutil.rmtree(output / "checkpoints", ignore_errors=True)
     trainer = Trainer(run_file, "resume=never")
-    job = trainer.prepare()
-    print_plan(job, console)
+    resolved = trainer.prepare()
+    print_plan(resolved, console)
     result = trainer.fit(lambda text: console.print(f"  {text}", highlight=False))
 
     after, _ = _ask_and_time(str(result.model), held_out)
-    print_result(result, job, console)
+    print_result(result, resolved, console)
     _show(console, held_out[:facts], before, after)
     console.print(f"all in {time.monotonic() - started:.0f} s; the run is described in {run_file}", highlight=False)
 
@@ -136,7 +137,9 @@ def _show(console: Console, questions: list[dict[str, Any]], before: list[str], 
         (right(b, q["keywords"]), right(a, q["keywords"])) for q, b, a in zip(questions, before, after, strict=False)
     ]
     for index in SHOWN:
-        question, old, new = questions[index], before[index], after[index]
+        question = questions[index]
+        old = before[index]
+        new = after[index]
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), expand=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")

@@ -61,8 +61,12 @@ class Client:
         self, host: str, port: int, name: str, token: str | None, patience: float,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.host, self.port, self.name, self.patience = host, port, name, patience
-        self._log, self._waiting = log, WaitReporter()
+        self.host = host
+        self.port = port
+        self.name = name
+        self.patience = patience
+        self._log = log
+        self._waiting = WaitReporter()
         self._headers = {WORKER: quote(name)} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._open: _Counting | None = None
         self.bytes_sent = self.bytes_received = 0
@@ -129,7 +133,8 @@ class Client:
         except SyncRefused as no:
             if no.code != "gone":
                 raise
-            kind, number = "global", self.fetch_global(plan, target)
+            kind = "global"
+            number = self.fetch_global(plan, target)
         return RoundEnded(number, kind, late, False, seconds, {k: v for k, v in answer.items() if k not in _OWN})
 
     def fetch(self, plan: VectorPlan, number: int, kind: str, target: Path) -> None:
@@ -169,7 +174,8 @@ class Client:
         return dict(json.loads(self._ask(method, path, None if values is None else json.dumps(values).encode())))
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        began, pause = time.monotonic(), 0.1
+        began = time.monotonic()
+        pause = 0.1
         while True:
             try:
                 answer = self._once(method, path, body)

@@ -159,7 +159,9 @@ class Cutter:
             yield self._pop()
 
     def _pop(self) -> torch.Tensor:
-        part, self._held, self._count = torch.cat(self._held), [], 0
+        part = torch.cat(self._held)
+        self._held = []
+        self._count = 0
         return part
 
 
@@ -167,7 +169,8 @@ class Joiner:
     """Inverse of Cutter: takes parts and returns tensors of the requested sizes."""
 
     def __init__(self, parts: Iterator[torch.Tensor]) -> None:
-        self._parts, self._left = parts, torch.empty(0)
+        self._parts = parts
+        self._left = torch.empty(0)
 
     def take(self, shape: Sequence[int]) -> torch.Tensor:
         """Returns the next tensor, flat."""

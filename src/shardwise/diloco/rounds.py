@@ -31,7 +31,9 @@ class RequestRefused(Exception):
     """A rejected request: an HTTP status, a code for programs, and a message."""
 
     def __init__(self, status: int, code: str, words: str) -> None:
-        self.status, self.code, self.words = status, code, words
+        self.status = status
+        self.code = code
+        self.words = words
         super().__init__(words)
 
 
@@ -39,11 +41,15 @@ class Rounds:
     """The rounds of one sync server; thread-safe."""
 
     def __init__(self, ledger: RoundLedger, rule: OuterRule, log: Callable[[str], None] = lambda _: None) -> None:
-        self.ledger, self.rule, self._log = ledger, rule, log
+        self.ledger = ledger
+        self.rule = rule
+        self._log = log
         self._changed = threading.Condition()
         self._plan: VectorPlan | None = None
         self._base: dict[str, str] = {}
-        self._round, self._digest, self._finished = 0, "", 0
+        self._round = 0
+        self._digest = ""
+        self._finished = 0
         self._members: dict[str, int] = {}  # worker → the first round it is expected in
         self._arrivals: dict[str, Arrival] = {}
         self._first = 0.0  # when the first difference of this round came
@@ -53,8 +59,11 @@ class Rounds:
         self.bytes_in = self.bytes_out = 0
         self.failure: BaseException | None = None
         if (state := ledger.state()) is not None:
-            self._plan, self._base = VectorPlan.read(state["tensors"]), state["base"]
-            self._round, self._digest, self._finished = state["round"], state["digest"], state["finished"]
+            self._plan = VectorPlan.read(state["tensors"])
+            self._base = state["base"]
+            self._round = state["round"]
+            self._digest = state["digest"]
+            self._finished = state["finished"]
             self._members, self._figures = state["members"], state["figures"]
             log(f"going on at round {self._round}, with {len(self._members)} workers known")
 
@@ -79,7 +88,8 @@ class Rounds:
                 return {"state": "go", "round": self._round, "same": same, "rule": asdict(self.rule)}
             silent = time.monotonic() - self._giver_seen > self.rule.wait
             if self._giver in ("", worker) or silent:
-                self._giver, self._giver_seen = worker, time.monotonic()
+                self._giver = worker
+                self._giver_seen = time.monotonic()
                 return {"state": "give"}
             return {"state": "wait"}
 
@@ -110,7 +120,9 @@ class Rounds:
         except BadPart as error:
             raise RequestRefused(422, "values", f"the parameters given by {worker}: a part {error}") from None
         with self._changed:
-            self._plan, self._digest, self._base = plan, digest, base or {}
+            self._plan = plan
+            self._digest = digest
+            self._base = base or {}
             self._write()
             self._log(f"{worker} gave {plan.total:,} parameters")
 
@@ -227,7 +239,8 @@ class Rounds:
         result = self.ledger.advance(self._round, self._plan, arrivals, weights, self.rule)
         with self._changed:
             expected = {worker for worker, first in self._members.items() if first <= self._round}
-            dropped, done = sorted(expected - set(self._arrivals)), [a.worker for a in arrivals if a.last]
+            dropped = sorted(expected - set(self._arrivals))
+            done = [a.worker for a in arrivals if a.last]
             for worker in [*dropped, *done]:
                 self._members.pop(worker, None)
             self._finished += len(done)
@@ -239,7 +252,8 @@ class Rounds:
             record = {"time": time.time(), "seconds": round(time.monotonic() - began, 3), "dropped": dropped}
             record |= {"late": late, "done": done, "bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
             record |= self._figures
-            self._round, self._digest = self._round + 1, result.digest
+            self._round += 1
+            self._digest = result.digest
             for arrival in arrivals:
                 self.ledger.forget(arrival.worker)
             self._arrivals, self._closing = {}, False

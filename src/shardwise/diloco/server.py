@@ -36,7 +36,9 @@ class MeetServer(BoundedThreads, HTTPServer):
     def __init__(self, listener: socket.socket, rounds: Rounds, token: str | None) -> None:
         super().__init__(listener.getsockname()[:2], Handler, bind_and_activate=False, connections=CONNECTIONS)
         self.socket.close()
-        self.socket, self.rounds, self.token = listener, rounds, token
+        self.socket = listener
+        self.rounds = rounds
+        self.token = token
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores clients that disconnect; other errors are bugs and print their traceback."""

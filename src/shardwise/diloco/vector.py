@@ -30,7 +30,9 @@ class TrainedVector:
     """The trained parameters of a worker; all methods are collective."""
 
     def __init__(self, state: TrainState) -> None:
-        self._sharded, self._optimizer, self._world = state.sharded, state.optimizer, state.world
+        self._sharded = state.sharded
+        self._optimizer = state.optimizer
+        self._world = state.world
         self._parameters = dict(sorted(state.sharded.parameters.items()))
         self.plan = VectorPlan(tuple((name, tuple(p.shape)) for name, p in self._parameters.items()))
         spans = {name: _span(p) for name, p in self._parameters.items()}
@@ -50,7 +52,8 @@ class TrainedVector:
     @torch.no_grad()
     def write(self, name: str, flat: torch.Tensor) -> None:
         """Writes this rank's elements of a tensor; call `written` after all of them."""
-        rows, target = self._masters(), local_of(self._parameters[name])
+        rows = self._masters()
+        target = local_of(self._parameters[name])
         if name in rows:
             rows[name].write(0, flat.view(rows[name].read().shape))
         else:
@@ -62,7 +65,8 @@ class TrainedVector:
 
     def gather(self, name: str, local: torch.Tensor) -> torch.Tensor | None:
         """Gathers a full tensor, flat, on the main rank."""
-        world, group = self._world, self._world.control
+        world = self._world
+        group = self._world.control
         if world.size == 1:
             return local
         takes = self._sources_of(name)
@@ -82,7 +86,8 @@ class TrainedVector:
 
     def scatter(self, name: str, full: torch.Tensor | None) -> torch.Tensor:
         """Scatters a full tensor from the main rank; returns this rank's elements."""
-        world, group = self._world, self._world.control
+        world = self._world
+        group = self._world.control
         start, stop = self._spans[world.rank][name]
         if world.is_main:
             assert full is not None
@@ -125,20 +130,20 @@ def base_of(state: TrainState) -> dict[str, str]:
     Of frozen parameters the main rank's first values are enough to distinguish models.
     """
     model: Any = state.sharded.model
-    job = state.job
+    resolved = state.job
     config = {k: v for k, v in model.config.to_dict().items() if _is_relevant(k)}
     frozen = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if not parameter.requires_grad:
             frozen.update(f"{name} {tuple(parameter.shape)}".encode())
-            if job.run.offload.parameters == "none":
+            if resolved.run.offload.parameters == "none":
                 few = local_of(parameter).flatten()[:SAMPLED].cpu()
                 few = few.bfloat16().float() if few.is_floating_point() else few  # stored in fp32 here, bf16 there
                 frozen.update(str(few.tolist()).encode())
     return {
         "model configuration": _hash(json.dumps(config, sort_keys=True, default=str)),
         "base model": frozen.hexdigest()[:16],
-        "tokenizer": template_fingerprint(job.tokenizer).partition("-")[2],
+        "tokenizer": template_fingerprint(resolved.tokenizer).partition("-")[2],
     }
 
 

@@ -47,15 +47,19 @@ class OuterSync(NoSync):
     """Syncs of one worker; every rank has one, and the main rank talks to the network."""
 
     def __init__(self, parts: TrainState, settings: DiLoCo, total: int) -> None:
-        self._parts, self._settings, self._total = parts, settings, total
-        self._world, self._position = parts.world, parts.position
+        self._parts = parts
+        self._settings = settings
+        self._total = total
+        self._world = parts.world
+        self._position = parts.position
         self._folder = parts.job.output / "apart"
         self._client: Client | None = None
         if self._world.is_main:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
             host, port = split_address(settings.meet)
-            name, token = name_of(settings, parts.job.output), token_of(settings)
+            name = name_of(settings, parts.job.output)
+            token = token_of(settings)
             self._client = Client(host, port, name, token, settings.patience, lambda text: print(text, flush=True))
         self._trained = TrainedVector(parts)
         self._lost: list[torch.Tensor] = []  # by part, on the main rank: what rounding lost and is still to be sent
@@ -80,7 +84,8 @@ class OuterSync(NoSync):
     def _join(self) -> None:
         base = base_of(self._parts)
         digest = self._stage("fp32", lambda name, local: local)
-        plan, client = self._trained.plan, self._client
+        plan = self._trained.plan
+        client = self._client
 
         def come() -> dict[str, Any]:
             assert client is not None
@@ -96,8 +101,9 @@ class OuterSync(NoSync):
         answer = self._run_on_main(come)
         self._rule = OuterRule(**answer["rule"])
         self._round = int(answer["round"])
-        position, before = self._position, self._position.step
-        own = answer["same"] or answer["own"]
+        position = self._position
+        before = self._position.step
+        resumed = answer["same"] or answer["own"]
         if not answer["same"] and "round" not in position.apart and self._round * self._settings.every >= self._total:
             # It has never met anyone, and would end at once with a model that it had no part in.
             problem = f"is at round {self._round}, where a run of {self._total} steps has ended: others trained there"
@@ -108,17 +114,17 @@ class OuterSync(NoSync):
         if answer["same"]:
             self._anchor = dict(self._trained.local())
         else:
-            self._apply("global", write=not own)
-        if not own:
-            self._keep_step()
-        if not own or "supervised" not in position.apart:
+            self._apply("global", write=not resumed)
+        if not resumed:
+            self._advance_step()
+        if not resumed or "supervised" not in position.apart:
             position.apart = {"supervised": position.supervised}
         position.apart["round"] = self._round
-        self.notes = (self._join_message(answer["same"], own, before),)
+        self.notes = (self._join_message(answer["same"], resumed, before),)
 
-    def _join_message(self, same: bool, own: bool, before: int) -> str:
+    def _join_message(self, same: bool, resumed: bool, before: int) -> str:
         text = f"apart: joined at round {self._round}, meeting every {self._settings.every} steps"
-        if not own:
+        if not resumed:
             moved = f", at step {self._position.step}" if self._position.step > before else ""
             text += f"; took the parameters of the others{moved}"
         elif not same:
@@ -133,7 +139,9 @@ class OuterSync(NoSync):
         `stopping`: whether the run was asked to stop. Then it does not wait, unless it was the last step. `log`:
         receives the explanation of a long wait.
         """
-        position, rule, client = self._position, self._rule, self._client
+        position = self._position
+        rule = self._rule
+        client = self._client
         self._stage(rule.dtype, lambda name, local: self._anchor[name] - local)
         word = {"round": self._round, "step": position.step, "last": last}
         word["tokens"] = position.supervised - position.apart["supervised"]
@@ -155,9 +163,10 @@ class OuterSync(NoSync):
             return record | {"left": True}
         ended = RoundEnded(**answer["ended"])
         self._apply(ended.kind, write=True)
-        self._round, self._finished = ended.round, last
+        self._round = ended.round
+        self._finished = last
         position.apart = {"round": self._round, "supervised": position.supervised}
-        self._keep_step()
+        self._advance_step()
         figures = ended.figures
         return record | {
             "round": self._round, "workers": figures.get("workers"), "seconds_waited": round(ended.seconds, 3),
@@ -165,7 +174,7 @@ class OuterSync(NoSync):
             "distance": figures.get("distances"), "late": ended.late, "lost": ended.lost,
         }  # fmt: skip
 
-    def _keep_step(self) -> None:
+    def _advance_step(self) -> None:
         """Moves a worker that is behind to the others' step, so that all end with the same sync."""
         position = self._position
         position.step = max(position.step, min(self._round * self._settings.every, self._total))
@@ -175,14 +184,16 @@ class OuterSync(NoSync):
     @torch.no_grad()
     def _stage(self, dtype: Dtype, of: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
         """Writes `of` every tensor as parts to be sent; returns the digest of the values on the main rank."""
-        out, cutter, digest = self._folder / "out", Cutter(), hashlib.sha256()
+        out = self._folder / "out"
+        cutter = Cutter()
+        digest = hashlib.sha256()
         count = 0
 
         def put(parts: Iterator[torch.Tensor]) -> None:
             nonlocal count
             for part in parts:
                 digest.update(part.numpy().tobytes())
-                (out / f"{count:05d}").write_bytes(encode(part, dtype, self._lost_of(count, part, dtype)))
+                (out / f"{count:05d}").write_bytes(encode(part, dtype, self._rounding_error(count, part, dtype)))
                 count += 1
 
         if self._world.is_main:
@@ -195,7 +206,7 @@ class OuterSync(NoSync):
             put(cutter.rest())
         return digest.hexdigest()
 
-    def _lost_of(self, index: int, part: torch.Tensor, dtype: Dtype) -> torch.Tensor | None:
+    def _rounding_error(self, index: int, part: torch.Tensor, dtype: Dtype) -> torch.Tensor | None:
         if dtype == "fp32":
             return None
         if index == len(self._lost):
@@ -206,7 +217,8 @@ class OuterSync(NoSync):
     def _apply(self, kind: str, write: bool) -> None:
         """Uses the fetched parts as the new anchor and, if `write`, as the parameters."""
         dtype: Dtype = "fp32" if kind == "global" else self._rule.dtype
-        plan, source = self._trained.plan, self._folder / "in"
+        plan = self._trained.plan
+        source = self._folder / "in"
         files = ((source / f"{i:05d}").read_bytes() for i in range(plan.parts))
         joiner = Joiner(decode(body, dtype, plan.size(i)) for i, body in enumerate(files))
         for name, shape in plan.tensors:
@@ -238,7 +250,8 @@ class OuterSync(NoSync):
         thread = threading.Thread(target=run, name="meeting", daemon=True)
         if self._world.is_main:
             thread.start()
-        group, beating = self._world.control, self._world.size > 1
+        group = self._world.control
+        beating = self._world.size > 1
         ended = torch.zeros(1, dtype=torch.int32)
         while not ended:
             if self._world.is_main:

@@ -53,7 +53,8 @@ def fit(ranks: int, seconds: dict[str, dict[int, float]], launch: float = 0.0) -
     matrix, target = np.array(rows), np.array(ones)
     latency, per_byte = np.linalg.lstsq(matrix, target, rcond=None)[0]
     if latency < LEAST:  # only noise was left for it
-        latency, per_byte = LEAST, 1 / np.median(target / matrix[:, 1]) if per_byte <= 0 else per_byte
+        latency = LEAST
+        per_byte = 1 / np.median(target / matrix[:, 1]) if per_byte <= 0 else per_byte
     if per_byte <= 0:  # messages too small to tell: the largest one bounds it
         per_byte = matrix[:, 1].max() ** -1
     return Fit(ranks, float(1 / per_byte), float(latency), seconds)
@@ -97,7 +98,8 @@ def call_of(kind: str, elements: int, ranks: int, group: Any, device: Any) -> Ca
     import torch.distributed as dist
 
     full = torch.zeros(elements, device=device)
-    part, output = torch.zeros(elements // ranks, device=device), torch.empty(elements, device=device)
+    part = torch.zeros(elements // ranks, device=device)
+    output = torch.empty(elements, device=device)
     return {
         "all_reduce": lambda: dist.all_reduce(full, group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(full, part, group=group),

@@ -161,7 +161,9 @@ def _meshes(device: str, layout: MeshLayout) -> dict[str, DeviceMesh]:
 
     Context and experts have roots of their own: no parameter is sharded along them and another axis of this root.
     """
-    pipeline, tensor, fsdp = layout.pipeline, layout.tensor, (layout.replicate, layout.shard)
+    pipeline = layout.pipeline
+    tensor = layout.tensor
+    fsdp = (layout.replicate, layout.shard)
     names = ("replicate", "shard")
     if pipeline == tensor == 1:
         meshes = {"mesh": init_device_mesh(device, fsdp, mesh_dim_names=names)}

@@ -36,12 +36,11 @@ def _lines(layout: MeshLayout, limit: int, per_node: int | None) -> str:
     width = len(str(layout.ranks - 1))
     lines = []
     if across > 1:
-        names = [
-            " ".join(f"{axis[0]}{at}" for axis, at, size in (
-                ("context", place.context, layout.context), ("tensor", place.tensor, layout.tensor)
-            ) if size > 1)
-            for place in map(layout.place, range(across))
-        ]  # fmt: skip
+        names = []
+        for place in map(layout.place, range(across)):
+            context = [f"c{place.context}"] if layout.context > 1 else []
+            tensor = [f"t{place.tensor}"] if layout.tensor > 1 else []
+            names.append(" ".join(context + tensor))
         column = max(width, *map(len, names))
         lines.append(" " * len(_title(layout, 0)) + "  " + "  ".join(f"{n:>{column}}" for n in names))
     else:

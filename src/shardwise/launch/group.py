@@ -50,10 +50,13 @@ class RankGroup:
     def __init__(
         self, plan: RankCommand, round_: int, seats: tuple[Seat, ...], place: int, interface: str | None
     ) -> None:
-        self._plan, self.round, self.killed = plan, round_, False
+        self._plan = plan
+        self.round = round_
+        self.killed = False
         self._deadline: float | None = None
         first = sum(seat.ranks for seat in seats[:place])
-        world, local = sum(seat.ranks for seat in seats), seats[place].ranks
+        world = sum(seat.ranks for seat in seats)
+        local = seats[place].ranks
         plan.logs.mkdir(parents=True, exist_ok=True)
         shared = {
             "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": seats[0].address,

@@ -173,10 +173,8 @@ def _claim(submission: Submission) -> tuple[str | None, str]:
     written = PurePosixPath(submission.written)
     if submission.volume is None:
         if submission.hosts.most > 1:
-            problem, remedy = (
-                "is needed: hosts share the output folder",
-                "write --volume CLAIM:PATH, e.g. outputs:/outputs",
-            )
+            problem = "is needed: hosts share the output folder"
+            remedy = "write --volume CLAIM:PATH, e.g. outputs:/outputs"
             raise UserError("--volume", None, problem, remedy)
         return None, "/"
     claim, _, path = submission.volume.partition(":")

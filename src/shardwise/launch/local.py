@@ -60,7 +60,7 @@ def launch(resolved: ResolvedRun) -> None:
                     message = message.replace(f"{logs / name}", f"{logs / f'start-{number}' / name}")
                 message = re.sub(r": kill -CONT \d+ lets it go on", "", message)  # it was ended with the others
                 print(f"\n{message}", file=sys.stderr, flush=True)
-                _keep_logs(logs, number)
+                _move_logs(logs, number)
             finally:
                 remove_left_overs(resolved.offload_folder)  # of ranks that could not do so themselves
 
@@ -99,7 +99,7 @@ def _attempt(resolved: ResolvedRun, signals: _Signals) -> None:
             child.wait()
 
 
-def _keep_logs(logs: Path, number: int) -> None:
+def _move_logs(logs: Path, number: int) -> None:
     """Moves the logs of a failed start away, for those of the next one."""
     folder = logs / f"start-{number}"
     folder.mkdir(exist_ok=True)
@@ -147,7 +147,8 @@ class _Signals:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.hurried, self.received = bool(self.received), self.received or number
+        self.hurried = bool(self.received)
+        self.received = self.received or number
         if not self.hurried:
             print("\n" + STOPPING.format(again=AGAIN[signal.Signals(number)]), file=sys.stderr, flush=True)
         for child in self.children:
@@ -157,7 +158,8 @@ class _Signals:
 
 def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, resolved: ResolvedRun) -> None:
     while True:
-        codes, number = [child.poll() for child in children], signals.received
+        codes = [child.poll() for child in children]
+        number = signals.received
         if children and all(code == 0 for code in codes):
             return
         if signals.hurried and None not in codes:
@@ -193,7 +195,8 @@ def _explain(codes: list[int | None], logs: Path, resolved: ResolvedRun) -> Exce
     first = [n for n in notes.values() if not any(word in n["reason"] for word in LOST_PEER)] or list(notes.values())
     kind: type[RunFailed] = Lost
     if killed:
-        rank, number = killed[0], -(codes[killed[0]] or 0)
+        rank = killed[0]
+        number = -(codes[killed[0]] or 0)
         step, doing = read_status(logs / f"rank-{rank}.status")
         reason = f"it was killed by {signal.Signals(number).name}{_guess(number)}"
     elif silent and waited:
@@ -204,9 +207,14 @@ def _explain(codes: list[int | None], logs: Path, resolved: ResolvedRun) -> Exce
         )
     elif first:
         note = min(first, key=lambda n: n["time"])
-        rank, step, doing, reason = note["rank"], note["step"], note["doing"], note["reason"]
+        rank = note["rank"]
+        step = note["step"]
+        doing = note["doing"]
+        reason = note["reason"]
         transient = any(word in reason for word in (*LOST_PEER, *PASSING))
-        kind = OutOfMemory if note.get("memory") else Lost if transient else RunFailed
+        kind = Lost if transient else RunFailed
+        if note.get("memory"):
+            kind = OutOfMemory
     else:
         rank = next(r for r, code in enumerate(codes) if code not in (0, None))
         step, doing = read_status(logs / f"rank-{rank}.status")
@@ -230,7 +238,8 @@ def _how_to_resume(resolved: ResolvedRun) -> str:
     from shardwise.checkpoint.folders import list_checkpoints, newest_step
     from shardwise.checkpoint.host_copies import newest_copy
 
-    root, copied = resolved.output / "checkpoints", newest_copy(resolved.output)
+    root = resolved.output / "checkpoints"
+    copied = newest_copy(resolved.output)
     checkpoints = list_checkpoints(root)
     if copied > newest_step(root):
         return f"the same command goes on from the copy of step {copied} in memory, while this host is up"

@@ -88,7 +88,9 @@ class Node:
         self._report = HostReport(host, settings.name, settings.ranks, free_port(), "waiting")
         self._signals = 0
         now = time.monotonic()
-        self._reached, self._idle, self._asked_at = now, now, now
+        self._reached = now
+        self._idle = now
+        self._asked_at = now
         self._withdrawn = False
         self._silent = False  # whether it was told that nobody can be reached
         self._waiting = WaitReporter()
@@ -121,19 +123,20 @@ class Node:
         return code
 
     def _loop(self) -> int:
-        place, heard_at = self._settings.place, -BEAT
+        place = self._settings.place
+        heard_at = -BEAT
         rules = self._settings.rules
         more = "" if rules.most == rules.least else " or more"
-        self._say(f"meeting {rules.least}{more} hosts at {place.host}:{place.port}")
+        self._print(f"meeting {rules.least}{more} hosts at {place.host}:{place.port}")
         while True:
             before = self._report
             self._handle_signals()
-            self._look_at_ranks()
+            self._poll_ranks()
             if self._withdrawn and not self._signals:
                 if self._group is None:
                     return 128 + signal.SIGTERM
                 if self._group.stop():
-                    self._say("leaving: the ranks of all hosts save, and the others go on")
+                    self._print("leaving: the ranks of all hosts save, and the others go on")
             now = time.monotonic()
             if self._report != before or now - heard_at >= BEAT:
                 heard_at = now
@@ -146,19 +149,21 @@ class Node:
         """Reports to the rendezvous and follows its order; returns the exit code at the end."""
         answer = self._line.ask(self._report)
         self._print_notes()
-        now, rules = time.monotonic(), self._settings.rules
+        now = time.monotonic()
+        rules = self._settings.rules
         if answer is not None:
             if self._silent:
-                self._say("the others can be reached again")
+                self._print("the others can be reached again")
             self._reached, self._silent = now, False
             return self._follow_order(answer)
-        place, unreachable = self._settings.place, now - self._reached
+        place = self._settings.place
+        unreachable = now - self._reached
         if self._keeper is None and self._group is None:
-            self._keeper = lead(place, Rendezvous(rules, self._report.host), self._say)
+            self._keeper = lead(place, Rendezvous(rules, self._report.host), self._print)
             if self._keeper is not None:
-                self._say(f"hosts meet here: {place.host}:{place.port}")
+                self._print(f"hosts meet here: {place.host}:{place.port}")
                 if place.token is None and not place.is_loopback():
-                    self._say(f"WARNING: no token: whoever reaches port {place.port} can join or end this run; {HOW}")
+                    self._print(f"WARNING: no token: whoever reaches port {place.port} can join or end this run; {HOW}")
             elif unreachable > rules.patience and self._report.state == "waiting" and place.is_here():
                 problem = "another program listens there"
                 raise UserError("--meet", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
@@ -169,42 +174,44 @@ class Node:
         # Sooner than the keeper starts anew without us: two worlds must never write at the same time.
         if self._group is not None and unreachable > rules.patience * 2 / 3:
             self._group.kill()
-            self._say(f"nobody can be reached for {unreachable:.0f} s: ranks ended; trying to meet the others again")
+            self._print(f"nobody can be reached for {unreachable:.0f} s: ranks ended; trying to meet the others again")
             self._silent, self._idle = True, now
         elif self._group is None and (waited := now - max(self._idle, self._reached)) > self._settings.wait:
             self._fail(waiting.gave_up(place, self._line.trouble, self._settings.wait))
             return 1
         elif self._group is None and self._keeper is None and self._waiting.due("nobody"):
-            self._say(waiting.nobody(place, self._line.trouble, waited, self._settings.wait))
+            self._print(waiting.nobody(place, self._line.trouble, waited, self._settings.wait))
         return None
 
     def _follow_order(self, answer: RoundOrder) -> int | None:
         if self._group is not None:
             if answer.order == "stop" and self._group.stop():  # again and again: it kills when the grace is over
                 self._asked_at = time.monotonic()
-                self._say("asked the ranks to save and stop")
+                self._print("asked the ranks to save and stop")
             elif answer.order == "kill" and not self._group.killed:
                 self._group.kill()
-                self._say("ranks ended: they cannot go on without the others")
+                self._print("ranks ended: they cannot go on without the others")
         elif answer.order == "run":
             self._start(answer)
         elif answer.order == "end":
             self._report_end(answer)
             return answer.code
         elif answer.order == "wait":
-            rules, wait, waited = self._settings.rules, self._settings.wait, time.monotonic() - self._idle
+            rules = self._settings.rules
+            wait = self._settings.wait
+            waited = time.monotonic() - self._idle
             keeps = self._keeper is not None
             if keeps and waited > wait:
                 words = waiting.too_few(answer, rules, wait)
                 self._report = replace(self._report, state="leaving", code=1, words=words)
             elif self._report.state == "waiting" and self._waiting.due((answer.there, answer.training)):
-                self._say(waiting.for_others(answer, rules, self._settings.place, waited, wait if keeps else None))
+                self._print(waiting.for_others(answer, rules, self._settings.place, waited, wait if keeps else None))
         return None
 
     def _start(self, answer: RoundOrder) -> None:
         seats = answer.seats
         place = next(index for index, seat in enumerate(seats) if seat.host == self._report.host)
-        if place and not self._sees(seats[0]):
+        if place and not self._shares_folder_with(seats[0]):
             words = (
                 f"output = {str(self._settings.output)!r}: {self._settings.name} does not see there what "
                 f"{seats[0].name} writes\n  → give a folder that all hosts share (NFS, Lustre, a mounted bucket)"
@@ -219,9 +226,9 @@ class Node:
         ranks = sum(seat.ranks for seat in seats)
         waited = time.monotonic() - self._idle
         share = f"{self._report.ranks} of {ranks} ranks on {len(seats)} hosts"
-        self._say(f"round {answer.round}: {share}, after {waited:.1f} s")
+        self._print(f"round {answer.round}: {share}, after {waited:.1f} s")
 
-    def _look_at_ranks(self) -> None:
+    def _poll_ranks(self) -> None:
         group = self._group
         ended = group.poll() if group is not None else None
         if group is None or ended is None:
@@ -232,14 +239,15 @@ class Node:
             return
         self._report = replace(self._report, **_outcome(group, ended), port=free_port(), step=self._newest())
         if self._report.state == "waiting" and group.asked and not group.killed:
-            self._say(f"ranks saved and stopped in {time.monotonic() - self._asked_at:.1f} s")
+            self._print(f"ranks saved and stopped in {time.monotonic() - self._asked_at:.1f} s")
 
     def _handle_signals(self) -> None:
         if not self._signals:
             return
-        number, repeated = self._signals % 100, self._signals >= 100
+        number = self._signals % 100
+        repeated = self._signals >= 100
         if self._report.state != "leaving":
-            self._say("stopping: the ranks of all hosts save, then all end; once more ends at once")
+            self._print("stopping: the ranks of all hosts save, then all end; once more ends at once")
             self._report = replace(self._report, state="leaving", code=128 + number, words="")
         if self._group is not None:
             self._group.kill() if repeated else self._group.stop()
@@ -252,19 +260,19 @@ class Node:
 
     def _report_end(self, answer: RoundOrder) -> None:
         if answer.code == 0:
-            self._say("done")
+            self._print("done")
         elif answer.code > 128:
-            self._say(f"stopped: {answer.words}; the same command goes on from the last checkpoint")
+            self._print(f"stopped: {answer.words}; the same command goes on from the last checkpoint")
         elif self._keeper is not None or answer.alone:  # one host tells what all ended of
             self._fail(answer.words)
         else:
-            self._say(f"ended: {answer.words.splitlines()[0] if answer.words else ''}")
+            self._print(f"ended: {answer.words.splitlines()[0] if answer.words else ''}")
 
     def _print_notes(self) -> None:
         for note in self._keeper.notes() if self._keeper is not None else ():
-            self._say(note)
+            self._print(note)
 
-    def _sees(self, first: Seat) -> bool:
+    def _shares_folder_with(self, first: Seat) -> bool:
         deadline = time.monotonic() + min(SHARED, self._settings.rules.patience / 2)  # we are silent meanwhile
         while not self._marker(first.host).exists():
             if time.monotonic() > deadline:
@@ -280,7 +288,7 @@ class Node:
         output = self._settings.output
         return max(newest_step(output / "checkpoints"), newest_copy(output, self._settings.name, whole=False))
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # whoever listened may be gone
             print(f"{time.strftime('%H:%M:%S')} [{self._settings.name}] {text}", flush=True)
 
@@ -313,7 +321,8 @@ def run_node(run_file: Path, overrides: list[str], options: NodeOptions) -> int:
     from shardwise.launch.hosts import check_sizes, parse_hosts, ranks_here
 
     token = take_token(options.token_file)
-    hosts, run = parse_hosts(options.hosts), load_run(run_file, overrides).run
+    hosts = parse_hosts(options.hosts)
+    run = load_run(run_file, overrides).run
     ranks = options.ranks or ranks_here(run)
     check_sizes(run, hosts, ranks)
     output = Path(run.output).expanduser().absolute()

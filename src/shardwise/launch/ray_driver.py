@@ -76,7 +76,9 @@ def main(spec: dict[str, Any]) -> int:
         signal.signal(number, lambda *_: stopping.set())
     from shardwise.launch.token import make_token
 
-    token, code = make_token(), LOST  # made here: what is submitted with a job, Ray keeps and shows
+    # made here: what is submitted with a job, Ray keeps and shows
+    token = make_token()
+    code = LOST
     while code == LOST and not stopping.is_set():
         code = _gather(spec, token, stopping)
     return code if code != LOST else 143
@@ -87,7 +89,9 @@ def _gather(spec: dict[str, Any], token: str, stopping: threading.Event) -> int:
 
     hosts: dict[str, Any] = {}  # node → its Host
     codes: dict[str, int] = {}
-    meet, first, stop_sent = "", "", False
+    meet = ""
+    first = ""
+    stop_sent = False
     while True:
         free = [node for node in _nodes(spec) if node not in hosts and node not in codes]
         for node in free[: spec["most"] - len(hosts)] if not stopping.is_set() else ():

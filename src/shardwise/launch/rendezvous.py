@@ -173,7 +173,8 @@ class Rendezvous:
             if all(state == "done" for state in states) or (over and "done" in states):
                 self._end(0, "")
             elif over:
-                self.seats, self._breaking = (), None
+                self.seats = ()
+                self._breaking = None
         if self.seats or self.ending is not None:
             return
         ready = [h for h in self._hosts.values() if h.report.state in ("waiting", "failed", "done")]

@@ -103,9 +103,11 @@ class Line:
         return None
 
     def _exchange(self, address: str, message: dict[str, Any]) -> dict[str, Any] | None:
-        token, deadline = self._place.token, time.monotonic() + WAIT
+        token = self._place.token
+        deadline = time.monotonic() + WAIT
         with socket.create_connection((address, self._place.port), WAIT) as connection:
-            peer_nonce, own_nonce = str(_object(_line(connection, LONGEST, deadline))["number"]), secrets.token_hex(16)
+            peer_nonce = str(_object(_line(connection, LONGEST, deadline))["number"])
+            own_nonce = secrets.token_hex(16)
             words = json.dumps(message)
             proof = tokens.proof(token, "host", (peer_nonce, own_nonce), words.encode())
             _send(connection, {"number": own_nonce, "words": words, "proof": proof}, deadline)
@@ -182,8 +184,11 @@ class Keeper:
     def __init__(
         self, place: RendezvousAddress, meeting: Rendezvous, log: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.meeting, self._place, self._lock = meeting, place, threading.Lock()
-        self._log, self._refused = log, set[str]()
+        self.meeting = meeting
+        self._place = place
+        self._lock = threading.Lock()
+        self._log = log
+        self._refused = set[str]()
         keeper = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -208,10 +213,13 @@ class Keeper:
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         """Handles one host's report."""
-        token, nonce, deadline = self._place.token, secrets.token_hex(16), time.monotonic() + WAIT
+        token = self._place.token
+        nonce = secrets.token_hex(16)
+        deadline = time.monotonic() + WAIT
         _send(connection, {"number": nonce}, deadline)
         request = _object(_line(connection, LONGEST, deadline))
-        numbers, words = (nonce, str(request["number"])), str(request["words"])
+        numbers = (nonce, str(request["number"]))
+        words = str(request["words"])
         if not tokens.same(request["proof"], tokens.proof(token, "host", numbers, words.encode())):
             if address not in self._refused:
                 self._refused.add(address)
@@ -235,7 +243,8 @@ class Keeper:
     def notes(self) -> list[str]:
         """Events since the last call."""
         with self._lock:
-            notes, self.meeting.notes = self.meeting.notes, []
+            notes = self.meeting.notes
+            self.meeting.notes = []
         return notes
 
     def finish(self, within: float) -> None:

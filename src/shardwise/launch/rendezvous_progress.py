@@ -41,7 +41,8 @@ def too_few(answer: RoundOrder, rules: Rules, wait: float) -> str:
 
 def for_others(answer: RoundOrder, rules: Rules, place: RendezvousAddress, waited: float, wait: float | None) -> str:
     """Message of a host that waits for others; `wait`: its timeout, if it has one of its own."""
-    count, missing = len(answer.there), rules.least - len(answer.there)
+    count = len(answer.there)
+    missing = rules.least - len(answer.there)
     if answer.training >= rules.most:
         return f"{answer.training} hosts train, which is the most (--hosts): waiting for the place of one that is lost"
     if answer.training:

@@ -28,7 +28,9 @@ class Restarts:
     """Counts restarts since the last new checkpoint."""
 
     def __init__(self, resolved: ResolvedRun) -> None:
-        self._resolved, self._most, self._spent = resolved, resolved.run.restarts, 0
+        self._resolved = resolved
+        self._most = resolved.run.restarts
+        self._spent = 0
         self._root = resolved.output / "checkpoints"
         self._before = self._newest()
         self._known = (self._before, newest_copy(resolved.output))
@@ -36,16 +38,19 @@ class Restarts:
     def after(self, failure: Lost) -> tuple[ResolvedRun, str]:
         """The run to start next and a message about it; raises the failure if restarts are exhausted."""
         damaged = aside(self._root)
-        newest, copy = self._newest(), newest_copy(self._resolved.output)
+        newest = self._newest()
+        copy = newest_copy(self._resolved.output)
         if (newest, copy) != self._known:
-            self._known, self._spent = (newest, copy), 0
+            self._known = (newest, copy)
+            self._spent = 0
         counted = not isinstance(failure, Wrong)
         if counted and self._spent >= self._most:
             if self._most:
                 raise Lost(f"{failure}\n  (started again {_times(self._most)} since the last checkpoint)") from failure
             raise failure
         self._spent += counted
-        resolved, origin = self._resolved, "the beginning"
+        resolved = self._resolved
+        origin = "the beginning"
         if copy > newest_step(self._root) and counted:
             resolved = replace(resolved, run=resolved.run.model_copy(update={"resume": "auto"}))
             origin = f"the copy of step {copy} in memory"

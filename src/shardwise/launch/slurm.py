@@ -51,7 +51,8 @@ class Slurm:
     """Launches through Slurm: sbatch, squeue, scancel."""
 
     def text(self, submission: Submission) -> str:
-        hosts, lines = submission.hosts, [single_line("--line", line) for line in submission.lines]
+        hosts = submission.hosts
+        lines = [single_line("--line", line) for line in submission.lines]
         nodes = str(hosts.most) if hosts.least == hosts.most else f"{hosts.least}-{hosts.most}"
         gpus = f"{submission.gpu}:{submission.gpus}" if submission.gpu and submission.gpus else submission.gpus
         options: dict[str, object | None] = {

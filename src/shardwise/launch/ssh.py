@@ -57,7 +57,9 @@ class _Connection:
     """The connection to one host's agent, re-established when it breaks."""
 
     def __init__(self, host: str, command: list[str], secrets: list[str]) -> None:
-        self.host, self._command, self._secrets = host, command, secrets
+        self.host = host
+        self._command = command
+        self._secrets = secrets
         self.code: int | None = None
         self.ended, self.spoke = 0.0, False
         self.start()
@@ -89,7 +91,8 @@ class _Connection:
     def poll(self) -> int | None:
         """The agent's exit code, or BROKEN; None while it runs."""
         if self.code is None:
-            self.code, self.ended = self.process.poll(), time.monotonic()
+            self.code = self.process.poll()
+            self.ended = time.monotonic()
             if self.code is not None:
                 self.reader.join(5)
         return self.code

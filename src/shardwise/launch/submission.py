@@ -94,7 +94,8 @@ def parse_env(entries: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
         if not _NAME.fullmatch(name):
             raise UserError("--env", entry, "is no variable", "write NAME=VALUE, or NAME to pass it on")
         if not equals and name not in os.environ:
-            problem, remedy = "is not set here", f"set it here, or write {name}=VALUE where the value is no secret"
+            problem = "is not set here"
+            remedy = f"set it here, or write {name}=VALUE where the value is no secret"
             raise UserError("--env", entry, problem, remedy)
         if equals:
             values[name] = value

@@ -41,7 +41,7 @@ class Trainer:
         self.prediction: Prediction | None = None
         self._force = force
         self._resolved: ResolvedRun | None = None
-        self._folder = _SoleUser(Path(self.loaded.run.output).expanduser())
+        self._folder = _FolderLock(Path(self.loaded.run.output).expanduser())
 
     def prepare(self, say: Callable[[str], None] = lambda _: None) -> ResolvedRun:
         """Validates the run and prepares model and data, without starting a process.
@@ -74,7 +74,8 @@ class Trainer:
 
     def _gate(self, say: Callable[[str], None], source: ModelSource, run: Run, adapted: Adapted) -> Run:
         """Predicts memory and speed, once it is known what will be trained; raises if the run does not fit."""
-        ranks, smaller = world_size(run), self.loaded.run.train.micro_batch_size == "auto"
+        ranks = world_size(run)
+        smaller = self.loaded.run.train.micro_batch_size == "auto"
         if worth_predicting(run, ranks, adapted.trainable, adapted.frozen_bytes):
             from shardwise.foresight.plan.gate import check_fits
 
@@ -91,7 +92,7 @@ class Trainer:
             keep(self.prediction, resolved.output)
         try:
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-                self._fit_here(resolved, say)
+                self._fit_this_rank(resolved, say)
             else:
                 from shardwise.launch.local import launch
 
@@ -104,7 +105,7 @@ class Trainer:
         finally:
             self._folder.release()
 
-    def _fit_here(self, resolved: ResolvedRun, say: Callable[[str], None]) -> None:
+    def _fit_this_rank(self, resolved: ResolvedRun, say: Callable[[str], None]) -> None:
         from shardwise.core.cpu_probe import cpu_env
         from shardwise.launch.worker import run_rank
         from shardwise.train.status import Status, logs_of
@@ -136,7 +137,7 @@ class Trainer:
         )
 
 
-class _SoleUser:
+class _FolderLock:
     """Lock on the output folder: two runs in one folder would overwrite each other's metrics and checkpoints."""
 
     def __init__(self, path: Path) -> None:

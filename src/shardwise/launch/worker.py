@@ -47,8 +47,11 @@ def run_rank(
 
     status.set("meeting the other ranks")
     world = init_world(resolved.run)
-    logs, attempt = logs_of(resolved.output), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    report_failure = partial(_last_words, logs / f"rank-{world.rank}.error.json", world.rank, status, not supervised)
+    logs = logs_of(resolved.output)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    report_failure = partial(
+        _report_failure, logs / f"rank-{world.rank}.error.json", world.rank, status, not supervised
+    )
     watchdog = Watchdog(world, status, resolved.run.timeout, logs, partial(report_failure, "stall"), attempt)
     state: TrainState | None = None
     host = HostMemoryWatch(partial(report_failure, "run")) if world.local_rank == 0 else nullcontext()
@@ -58,12 +61,12 @@ def run_rank(
             watchdog.follow(state.sharded.model)
             outcome = fit(state, join_others)
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(_shortage(error, resolved, state)) from error
+            raise OutOfMemory(_out_of_memory_message(error, resolved, state)) from error
     dist.destroy_process_group()
     return outcome
 
 
-def _last_words(note: Path, rank: int, status: Status, aloud: bool, kind: str, verdict: str) -> None:
+def _report_failure(note: Path, rank: int, status: Status, aloud: bool, kind: str, verdict: str) -> None:
     """Reports the failure of a rank that a thread ends: in a note, and on the terminal if not supervised."""
     note_values = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": verdict}
     note.write_text(json.dumps(note_values | {"time": time.time(), "memory": False}))
@@ -71,7 +74,7 @@ def _last_words(note: Path, rank: int, status: Status, aloud: bool, kind: str, v
         print(f"error: {verdict}", file=sys.stderr, flush=True)
 
 
-def _shortage(error: Exception, resolved: ResolvedRun, state: TrainState | None) -> str:
+def _out_of_memory_message(error: Exception, resolved: ResolvedRun, state: TrainState | None) -> str:
     """Message for an out-of-memory error: measured memory beside the prediction."""
     import torch
 
@@ -97,7 +100,8 @@ def main(job_file: Path, parent: int) -> NoReturn:
     from shardwise.foresight.prepare import read_resolved_run
     from shardwise.train.status import Status
 
-    rank, logs = int(os.environ["RANK"]), logs_of(job_file.parent)
+    rank = int(os.environ["RANK"])
+    logs = logs_of(job_file.parent)
     status = Status(logs / f"rank-{rank}.status")
     code = 0
     try:
@@ -121,7 +125,11 @@ def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, o
     known = isinstance(error, (UserError, RunFailed))
     text = str(error).strip()
     reason = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-    kind = "user" if isinstance(error, UserError) else error.kind if isinstance(error, RunFailed) else "bug"
+    kind = "bug"
+    if isinstance(error, UserError):
+        kind = "user"
+    elif isinstance(error, RunFailed):
+        kind = error.kind
     rank = getattr(error, "rank", rank)  # all ranks know of a failed save, but one is to blame
     note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": redact(reason)}
     return note | {"time": time.time(), "memory": isinstance(error, OutOfMemory)}

@@ -115,8 +115,10 @@ class Timer:
         """Measurements since the last flush, over `steps` steps; waits for the device."""
         while self._pending:
             self._pending.popleft().settle(wait=True)
-        window, self._window = self._window, Window()
-        window.steps, window.whole = steps, time.perf_counter() - self._began if self._began is not None else 0.0
+        window = self._window
+        self._window = Window()
+        window.steps = steps
+        window.whole = time.perf_counter() - self._began if self._began is not None else 0.0
         self._began = None
         self.total.add(window)
         return window
@@ -152,7 +154,9 @@ class Timer:
         if call is not None:
             kind, size, ranks = call
             calls = window.calls.setdefault((kind, ranks), CollectiveCalls(ranks))
-            calls.calls, calls.bytes, calls.seconds = calls.calls + 1, calls.bytes + size, calls.seconds + seconds
+            calls.calls += 1
+            calls.bytes += size
+            calls.seconds += seconds
 
 
 class _Span:
@@ -161,7 +165,9 @@ class _Span:
     __slots__ = ("_begin", "_call", "_end", "_name", "_timer")
 
     def __init__(self, timer: Timer, name: str, call: tuple[str, int, int] | None) -> None:
-        self._timer, self._name, self._call = timer, name, call
+        self._timer = timer
+        self._name = name
+        self._call = call
         self._begin: Any = None
         self._end: Any = None
 

@@ -121,7 +121,9 @@ def _smoothed(points: Series) -> Series:
 
 def _decayed(values: list[float], keep: float) -> list[tuple[float, float]]:
     """For each value the exponentially weighted sum up to it, and the sum of weights; gaps are ignored."""
-    total, weight, sums = 0.0, 0.0, []
+    total = 0.0
+    weight = 0.0
+    sums = []
     for value in values:
         known = math.isfinite(value)
         total, weight = keep * total + (value if known else 0.0), keep * weight + known

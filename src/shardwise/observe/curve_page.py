@@ -201,7 +201,11 @@ def _panel(label: str, lines: Lines, steps: tuple[int, int], size: tuple[int, in
     for name, points in lines:
         placed = [(x(step), y(value) if math.isfinite(value) else None) for step, value in points]
         parts.append(f'<path class="line {name}" d="{_path(placed)}"/>')
-        dots = [(px, py) for px, py in placed if py is not None] if name == "eval" or "held" in name else _lone(placed)
+        dots = (
+            [(px, py) for px, py in placed if py is not None]
+            if name == "eval" or "held" in name
+            else _isolated_points(placed)
+        )
         parts += [f'<circle class="dot {name}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>' for px, py in dots]
     parts.append(f'<line class="cross" x1="0" x2="0" y1="{top}" y2="{bottom}"/>')
     shape = f'viewBox="0 0 {width} {height}" data-left="{left}" data-right="{right}" data-width="{width}"'
@@ -222,7 +226,7 @@ def _path(placed: list[tuple[float, float | None]]) -> str:
     return "".join(commands)
 
 
-def _lone(placed: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
+def _isolated_points(placed: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
     """The points without a neighbour to draw a line to."""
     heights = [None, *(py for _, py in placed), None]
     return [
@@ -273,12 +277,10 @@ def _table(
     rows_shown = [
         step for index, step in enumerate(steps) if index % stride == 0 or step in columns[1] or step == steps[-1]
     ]
-    rows = "".join(
-        f"<tr><th scope=row>{step:,}</th>"
-        + "".join(f"<td>{_number(column[step]) if step in column else ''}</td>" for column in columns)
-        + "</tr>"
-        for step in rows_shown
-    )
+    rows = ""
+    for step in rows_shown:
+        cells = "".join(f"<td>{_number(column[step]) if step in column else ''}</td>" for column in columns)
+        rows += f"<tr><th scope=row>{step:,}</th>{cells}</tr>"
     names = [
         "Step",
         "Training loss",

@@ -25,7 +25,7 @@ class MetricsFile:
     def __init__(self, path: Path, tables: Tables | None = None) -> None:
         self.path, self._tables = path, tables
         path.parent.mkdir(parents=True, exist_ok=True)
-        _mend_tail(path)
+        _terminate_last_line(path)
         self._file = path.open("ab")
 
     def append(self, record: Record) -> None:
@@ -115,7 +115,7 @@ def _parse(path: Path) -> list[tuple[Record, bytes]]:
     return parsed
 
 
-def _mend_tail(path: Path) -> None:
+def _terminate_last_line(path: Path) -> None:
     """Terminates a line cut by a crash, so that the next record starts on its own line."""
     if not path.exists():
         return

@@ -76,7 +76,9 @@ class Pace:
         by_timer = self.timer.by_events or isinstance(self.timer, SampledTimer)
         self._looks = Looks() if self._size > 1 and not by_timer else None
         self._before = 0, 0.0, 0.0  # steps, seconds and waiting that a timer of every step had told of
-        self._steps, self._seconds, self._began = 0, 0.0, 0.0
+        self._steps = 0
+        self._seconds = 0.0
+        self._began = 0.0
         self.waiting: float | None = None  # share of a step, by the last comparison
 
     def __enter__(self) -> Pace:
@@ -98,7 +100,8 @@ class Pace:
 
     def end(self) -> None:
         """Marks the end of a step's training: reports, evaluation and checkpoints do not count."""
-        self._steps, self._seconds = self._steps + 1, self._seconds + time.perf_counter() - self._began
+        self._steps += 1
+        self._seconds = self._seconds + time.perf_counter() - self._began
         if self._looks is not None:
             self._looks.inside = False
         elif isinstance(self.timer, SampledTimer):
@@ -111,7 +114,8 @@ class Pace:
         if self._size == 1:
             return []
         if self._looks is not None:
-            seconds, share = seconds / max(1, steps), self._looks.share()
+            seconds = seconds / max(1, steps)
+            share = self._looks.share()
         else:
             seconds, share = self._timed()
         own = torch.tensor([seconds, -1.0 if share is None else share], dtype=torch.float64)
@@ -135,11 +139,16 @@ class Pace:
         """Seconds of a step by the device's clock (the host's is ahead of it), and the fraction spent waiting."""
         if isinstance(self.timer, SampledTimer):
             window = self.timer.sampled()
-            steps, seconds, waited = window.steps, window.seconds.get(WHOLE, 0.0), _waited(window)
+            steps = window.steps
+            seconds = window.seconds.get(WHOLE, 0.0)
+            waited = _waited(window)
         else:  # it times every step, for the log: what it has told since the last comparison
-            total, before = self.timer.total, self._before
+            total = self.timer.total
+            before = self._before
             self._before = total.steps, total.whole, _waited(total)
-            steps, seconds, waited = total.steps - before[0], total.whole - before[1], self._before[2] - before[2]
+            steps = total.steps - before[0]
+            seconds = total.whole - before[1]
+            waited = self._before[2] - before[2]
         return (seconds / steps, min(1.0, waited / seconds)) if steps and seconds > 0.0 else (0.0, None)
 
 
@@ -178,7 +187,8 @@ class Looks:
 
     def share(self) -> float | None:
         """Fraction of samples in which it waited, since the last call; None if there were too few."""
-        looked, waiting = self._looked, self._waiting
+        looked = self._looked
+        waiting = self._waiting
         if looked < FEWEST:
             return None
         self._looked = self._waiting = 0
@@ -206,7 +216,9 @@ class SampledTimer(Timer):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, breakdown=False, comms=False)
-        self._number, self._sampling, self._sampled = 0, False, 0
+        self._number = 0
+        self._sampling = False
+        self._sampled = 0
         self._whole: AbstractContextManager[Any] = nullcontext()
 
     def begin(self) -> None:
@@ -220,11 +232,13 @@ class SampledTimer(Timer):
         if self._sampling:
             self._whole.__exit__(None, None, None)
             self._sampled += 1
-        self._number, self._sampling = self._number + 1, False
+        self._number += 1
+        self._sampling = False
 
     def sampled(self) -> Window:
         """The steps timed since the last call; waits for the last of them."""
-        steps, self._sampled = self._sampled, 0
+        steps = self._sampled
+        self._sampled = 0
         return self.flush(steps)
 
     def region(self, name: str) -> AbstractContextManager[Any]:

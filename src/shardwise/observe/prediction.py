@@ -44,7 +44,8 @@ def compare(output: Path, label: str, peak: float, seconds: float) -> str | None
     add(Record(prediction["device"], label, prediction["peak"], peak, prediction["step_seconds"], seconds))
     prediction |= {"measured_bytes": peak, "measured_seconds": seconds}
     (output / FILE).write_text(json.dumps(prediction, indent=1))
-    memory_error, time_error = prediction["foreseen_bytes"] / peak - 1, prediction["foreseen_seconds"] / seconds - 1
+    memory_error = prediction["foreseen_bytes"] / peak - 1
+    time_error = prediction["foreseen_seconds"] / seconds - 1
     return (
         f"memory {human(peak)}, foreseen {human(prediction['foreseen_bytes'])} ({memory_error:+.1%}); "
         f"step {seconds:.3g} s, foreseen {prediction['foreseen_seconds']:.3g} s ({time_error:+.0%})"

@@ -72,7 +72,8 @@ class Recorded:
 @contextmanager
 def recording(device: torch.device, trace: Path | None = None) -> Iterator[Recorded]:
     """Context that profiles a step, its update within `record_function(UPDATE)`; `trace`: file for the JSON trace."""
-    cuda, recorded = device.type == "cuda", Recorded()
+    cuda = device.type == "cuda"
+    recorded = Recorded()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         with record_function("shardwise::step"):
@@ -122,13 +123,13 @@ def of_kernels(kernels: list[tuple[str, float, float]]) -> StepProfile:
         spans.setdefault(_kind(name, KERNELS), []).append((start, end))
     seconds = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     busy = _covered(span for kind_spans in spans.values() for span in kind_spans)
-    exposed = {
-        kind: busy - _covered(span for other, kind_spans in spans.items() if other != kind for span in kind_spans)
-        for kind in spans
-    }  # fmt: skip
+    exposed = {}
+    for kind in spans:
+        others = (span for other, kind_spans in spans.items() if other != kind for span in kind_spans)
+        exposed[kind] = busy - _covered(others)
     kinds = {kind: _covered(kind_spans) for kind, kind_spans in spans.items()}
     collectives = [(n, s, e) for n, s, e in kernels if _kind(n, KERNELS) == "communication"]
-    sent = _sent(
+    sent = _collective_seconds(
         collectives, [span for kind, kind_spans in spans.items() if kind != "communication" for span in kind_spans]
     )
     return StepProfile(
@@ -160,27 +161,32 @@ def of_operators(operators: list[tuple[str, float, float, float, int]]) -> StepP
         by_name.append((name, own))
         if re.search(COMPUTING, name):
             computing.append((start, stop))
-    exposed, seconds = dict(kinds), end - begin
+    exposed = dict(kinds)
+    seconds = end - begin
     if collectives:  # who waits for one does so while it runs: the time counts once
         spans = [(s, e) for _, s, e in collectives]
-        exposed["communication"] = _beside([*spans, *calling], computing)
-        kinds["communication"] = _covered(spans) + exposed["communication"] - _beside(spans, computing)
+        exposed["communication"] = _exposed_seconds([*spans, *calling], computing)
+        kinds["communication"] = _covered(spans) + exposed["communication"] - _exposed_seconds(spans, computing)
     idle = max(0.0, seconds - sum(exposed.values()))
-    return StepProfile(seconds, _sorted(kinds), exposed, idle, _largest(by_name), _sent(collectives, computing))
+    return StepProfile(
+        seconds, _sorted(kinds), exposed, idle, _largest(by_name), _collective_seconds(collectives, computing)
+    )
 
 
-def _sent(collectives: list[tuple[str, float, float]], computing: list[Span]) -> dict[str, list[float]]:
+def _collective_seconds(collectives: list[tuple[str, float, float]], computing: list[Span]) -> dict[str, list[float]]:
     """Seconds of gathers, of reductions and of all collectives, and the exposed part of each."""
     kinds: dict[str, list[Span]] = {"gathers": [], "reductions": [], "all": []}
     for name, start, stop in collectives:
         kinds["reductions" if re.search(REDUCTIONS, name) else "gathers"].append((start, stop))
         kinds["all"].append((start, stop))
     return {
-        kind: [_covered(kind_spans), _beside(kind_spans, computing)] for kind, kind_spans in kinds.items() if kind_spans
+        kind: [_covered(kind_spans), _exposed_seconds(kind_spans, computing)]
+        for kind, kind_spans in kinds.items()
+        if kind_spans
     }
 
 
-def _beside(spans: list[Span], others: list[Span]) -> float:
+def _exposed_seconds(spans: list[Span], others: list[Span]) -> float:
     """Seconds of spans that no other span overlaps."""
     return _covered([*spans, *others]) - _covered(others)
 
@@ -191,7 +197,8 @@ def _kind(name: str, table: tuple[tuple[str, str], ...]) -> str:
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
     """Seconds covered by at least one span."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)

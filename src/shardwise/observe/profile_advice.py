@@ -34,10 +34,12 @@ class Speed:
 
 def advise(run: Run, speed: Speed) -> list[str]:
     """Suggestions from the measurements, the largest gain first."""
-    profile, step_seconds = speed.profile, speed.profile.whole or 1.0
+    profile = speed.profile
+    step_seconds = speed.profile.whole or 1.0
     share = {kind: seconds / step_seconds for kind, seconds in profile.exposed.items()}
     idle = max(0.0, 1 - (profile.whole - profile.idle) / speed.seconds) if speed.device != "CPU" else 0.0
-    cuda, advice = run.device == "cuda", []
+    cuda = run.device == "cuda"
+    advice = []
     if cuda and not run.compiled and share.get(REST, 0) > 0.12:
         advice.append(
             (share[REST] / 2, f"compile: true fuses norms and elementwise work, {share[REST]:.0%} of the step")
@@ -52,7 +54,8 @@ def advise(run: Run, speed: Speed) -> list[str]:
         remedies += ["zero: 2, if the weights fit"] if run.parallel.zero == 3 else []
         remedies += ["parallel.secondary_shard within a node"] if run.parallel.zero == 3 and speed.ranks > 1 else []
         advice.append((part, f"communication that nothing hides takes {part:.0%}: {', '.join(remedies)}"))
-    summed, spread = profile.sent.get("reductions", [0.0, 0.0])[1] / step_seconds, run.parallel
+    summed = profile.sent.get("reductions", [0.0, 0.0])[1] / step_seconds
+    spread = run.parallel
     if summed > 0.1 and spread.reduce == "fp32" and spread.zero >= 2 and not spread.quantize_gradients:
         gain = f"half of the {summed:.0%} that reductions take with nothing beside them"
         advice.append((summed / 2, f"parallel.reduce: bf16 would save up to {gain}, and round the sums to it"))

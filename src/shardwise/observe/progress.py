@@ -82,7 +82,7 @@ class Progress:
 
     def update(self, record: Record) -> None:
         """Displays a training record."""
-        self._judge_loss(_number(record.get("loss")))
+        self._color_loss(_number(record.get("loss")))
         self._seen.update(key for key, value in record.items() if value is not None)
         self._by_source |= {name: _number(value) for name, value in (record.get("losses") or {}).items()}
         self._received = time.monotonic()
@@ -117,11 +117,12 @@ class Progress:
             self._console.print(text, soft_wrap=self.mode == "plain")
 
     def _print_plain(self) -> None:
-        self._pending, self._printed_at = False, time.monotonic()
+        self._pending = False
+        self._printed_at = time.monotonic()
         cells = [cell for _, cell in self._cells()]
         self._console.print(Text("step " + "  ".join(cell.plain.rstrip() for cell in cells)), soft_wrap=True)
 
-    def _judge_loss(self, loss: float | None) -> None:
+    def _color_loss(self, loss: float | None) -> None:
         """Picks the colour of the loss against its running mean, then updates the mean."""
         if loss is None:
             self._loss_style = ""
@@ -130,7 +131,9 @@ class Progress:
         elif self._mean is None:
             self._mean, self._loss_style = loss, ""
         else:
-            self._loss_style = "green" if loss < self._mean else "yellow" if loss > self._mean else ""
+            self._loss_style = "green" if loss < self._mean else ""
+            if loss > self._mean:
+                self._loss_style = "yellow"
             self._mean = _MEAN_WEIGHT * self._mean + (1 - _MEAN_WEIGHT) * loss
 
     def _step(self) -> int:
@@ -248,14 +251,18 @@ def _rate(value: float) -> str:
 
 def _gibibytes(value: float) -> str:
     size = value / 2**30
-    return f"{size:.2f}" if size < 10 else f"{size:.1f}" if size < 1000 else f"{size:.0f}"
+    if size < 10:
+        return f"{size:.2f}"
+    return f"{size:.1f}" if size < 1000 else f"{size:.0f}"
 
 
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "-"
     rounded = round(seconds)
-    minutes, hours, days = rounded // 60, rounded // 3600, rounded // 86400
+    minutes = rounded // 60
+    hours = rounded // 3600
+    days = rounded // 86400
     if days:
         return f"{days}d{hours % 24:02}h"
     if hours:

@@ -40,7 +40,7 @@ class RankFile:
 
     def __init__(self, logs: Path, rank: int, size: int, device: str) -> None:
         self._process = psutil.Process()
-        self._cpu = self._spent()
+        self._cpu = self._cpu_time()
         self._lines = _Lines(rank_file(logs, rank))
         self._lines.write({
             "kind": "start", "rank": rank, "size": size, "device": device, "host": socket.gethostname(),
@@ -51,7 +51,8 @@ class RankFile:
         """Writes this rank's measurements for these records' steps; `waiting`: fraction from pace.py."""
         if not records:
             return
-        last, cpu_seconds = records[-1], self._spent()
+        last = records[-1]
+        cpu_seconds = self._cpu_time()
         tokens = sum(record["tokens"] for record in records)
         # The speed is by this rank's own clock, so the time it stands for is this rank's too, saving left out.
         seconds = tokens / last["tokens_per_second"] / len(records) if last["tokens_per_second"] else None
@@ -72,7 +73,7 @@ class RankFile:
         self._lines.write({"kind": "end", "outcome": outcome, "time": time.time()})
         self._lines.close()
 
-    def _spent(self) -> float:
+    def _cpu_time(self) -> float:
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
@@ -81,7 +82,9 @@ class HostFigures:
     """Thread that samples this host every few seconds until it is closed."""
 
     def __init__(self, file: Path, folder: Path, seconds: float = HOST_SECONDS) -> None:
-        self._lines, self._folder, self._seconds = _Lines(file), folder, seconds
+        self._lines = _Lines(file)
+        self._folder = folder
+        self._seconds = seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-watch", daemon=True)
 
@@ -96,10 +99,12 @@ class HostFigures:
 
     def _run(self) -> None:
         psutil.cpu_percent()  # the first answer is of no interval
-        before, at = _traffic(), time.monotonic()
+        before = _traffic()
+        at = time.monotonic()
         while not self._stop.wait(self._seconds):
             with contextlib.suppress(OSError, psutil.Error):
-                now, instant = _traffic(), time.monotonic()
+                now = _traffic()
+                instant = time.monotonic()
                 rates = {f"{name}_per_second": round((now[name] - before[name]) / (instant - at)) for name in now}
                 before, at = now, instant
                 self._lines.write(host_now(self._folder) | rates)
@@ -146,7 +151,8 @@ class _Lines:
             self.close()
 
     def close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()

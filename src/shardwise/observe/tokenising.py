@@ -36,7 +36,8 @@ class TokenisingProgress:
         self.mode = _mode(self._console)
         if self.mode == "live" and not self._console.is_terminal:
             self._console = Console(file=self._console.file, force_terminal=True, width=self._console.width)
-        self._names, self._interval = [one_line(name) for name in names], interval
+        self._names = [one_line(name) for name in names]
+        self._interval = interval
         self._begun: dict[int, float] = {}
         self._printed: dict[int, float] = {}
         self._tasks: dict[int, TaskID] = {}

@@ -72,7 +72,9 @@ class _Lane:
     """One tracker in its thread."""
 
     def __init__(self, name: str, opener: Open, output: Path, settings: dict[str, Any], step: int) -> None:
-        self.name, self.failed, self.was_told = name, "", False
+        self.name = name
+        self.failed = ""
+        self.was_told = False
         self._queue: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(
             target=self._run, args=(opener, output, settings, step), name=f"tracker {name}", daemon=True
@@ -112,7 +114,8 @@ class _Lane:
 
 def figures_of(record: Record) -> dict[str, float]:
     """Numbers of a record by name: `train/loss`, `eval/loss/web`, `train/seconds/forward`."""
-    kind, figures = record.get("kind"), dict[str, Any]()
+    kind = record.get("kind")
+    figures = dict[str, Any]()
     for name, value in record.items():
         if name in NESTED and isinstance(value, dict):
             figures |= {f"{kind}/{NESTED[name]}/{inner}": v for inner, v in value.items() if _is_number(v)}
@@ -155,7 +158,7 @@ class _Wandb:
 
         project = os.environ.get("WANDB_PROJECT", "shardwise")
         self._run: Any = wandb.init(
-            project=project, name=output.name, id=_kept_id(output, "wandb"), resume="allow", dir=str(output),
+            project=project, name=output.name, id=_tracker_run_id(output, "wandb"), resume="allow", dir=str(output),
             config=settings,
         )  # fmt: skip
 
@@ -174,9 +177,11 @@ class _Trackio:
 
         self._trackio: Any = trackio
         trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "shardwise"), name=f"{output.name}-{_kept_id(output, 'trackio')}",
-            config=settings, resume="allow",
-        )  # fmt: skip
+            project=os.environ.get("TRACKIO_PROJECT", "shardwise"),
+            name=f"{output.name}-{_tracker_run_id(output, 'trackio')}",
+            config=settings,
+            resume="allow",
+        )
 
     def log(self, step: int, figures: dict[str, float]) -> None:
         self._trackio.log(figures, step=step)
@@ -214,7 +219,7 @@ class _Mlflow:
         self._client.set_terminated(self._id)
 
 
-def _kept_id(output: Path, tracker: str) -> str:
+def _tracker_run_id(output: Path, tracker: str) -> str:
     """The id under which a tracker knows this output folder; not a secret."""
     file = output / "trackers.json"
     known: dict[str, str] = {}

@@ -38,7 +38,8 @@ class Column:
         end = int(np.searchsorted(at, last, side="right"))
         if begin >= end:
             return None
-        at, values = at[begin:end], values[begin:end]
+        at = at[begin:end]
+        values = values[begin:end]
         indices = thin(values, points)
         return at[indices].tolist(), [round_off(value) for value in values[indices].tolist()]
 
@@ -80,7 +81,9 @@ class Columns:
 
     def clear(self) -> None:
         """Removes all points."""
-        self.kinds, self.latest, self._ends = {}, {}, {}
+        self.kinds = {}
+        self.latest = {}
+        self._ends = {}
         self.generation += 1
 
     def add(self, record: dict[str, Any], axis: str = "step") -> None:

@@ -82,7 +82,7 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
     from shardwise.watch.app import Door, Pages
 
     door = Door(token, is_loopback(host), f"shardwise_watch_{listener.getsockname()[1]}")
-    threading.Thread(target=_look_ahead, args=(finder,), name="first look", daemon=True).start()
+    threading.Thread(target=_read_ahead, args=(finder,), name="first look", daemon=True).start()
     return uvicorn.Server(
         uvicorn.Config(
             Pages(finder, door).app(), log_level="error", access_log=False, server_header=False, lifespan="off",
@@ -92,7 +92,7 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
     )  # fmt: skip
 
 
-def _look_ahead(finder: Finder) -> None:
+def _read_ahead(finder: Finder) -> None:
     """Reads the runs in advance, before the browser connects."""
     for run in finder.runs():
         run.refresh()

@@ -61,7 +61,9 @@ def find_runs(root: Path) -> list[Path]:
     """Run folders at or below a folder."""
     if is_run(root):
         return [root]
-    runs, level, visited = [], [root], 0
+    runs = []
+    level = [root]
+    visited = 0
     for _ in range(DEPTH):
         below: list[Path] = []
         for folder in level:

@@ -75,7 +75,8 @@ class RunFolder:
 
     def _read_all(self) -> None:
         """Reads the full file from its start, replacing the initial sample of it."""
-        tail, columns = Tail(self._metrics.path), Columns(self.columns.generation + 1)
+        tail = Tail(self._metrics.path)
+        columns = Columns(self.columns.generation + 1)
         self._hurry.wait(GIVE_WAY)
         self._take(tail, columns, pause=0.001)
         with self._lock:
@@ -134,8 +135,10 @@ class RunFolder:
         """One-line overview: name, state, progress and latest metrics."""
         self.refresh()
         with self._lock:
-            train, evaluated = self.columns.latest.get("train", {}), self.columns.latest.get("eval", {})
-        logs, seconds = self.path / "logs", step_seconds(train)
+            train = self.columns.latest.get("train", {})
+            evaluated = self.columns.latest.get("eval", {})
+        logs = self.path / "logs"
+        seconds = step_seconds(train)
         state = state_of(self.path, starts_of(logs, self.ranks()), seconds)
         return {
             "id": self.id, "name": self.name, "state": state.json(), "step": train.get("step"),
@@ -146,7 +149,8 @@ class RunFolder:
     def detail(self) -> dict[str, Any]:
         """Everything except the curves."""
         overview = self.overview()
-        logs, numbers = self.path / "logs", self.ranks()
+        logs = self.path / "logs"
+        numbers = self.ranks()
         starts = starts_of(logs, numbers)
         running = overview["state"]["word"] in ("running", "starting", "silent")
         rows = rank_rows(logs, numbers)
@@ -238,9 +242,13 @@ def step_seconds(record: dict[str, Any]) -> float | None:
 def differences(runs: list[RunFolder]) -> list[dict[str, Any]]:
     """Settings in which runs differ, each with its value by run."""
     settings = {run.id: run.settings() for run in runs}
-    names = list(dict.fromkeys(name for values_of_run in settings.values() for name in values_of_run))
-    values = {name: {key: values_of_run.get(name) for key, values_of_run in settings.items()} for name in names}
-    return [{"name": n, "values": of} for n, of in values.items() if len({repr(v) for v in of.values()}) > 1]
+    names = list(dict.fromkeys(name for values in settings.values() for name in values))
+    rows = []
+    for name in names:
+        by_run = {key: values.get(name) for key, values in settings.items()}
+        if len(set(map(repr, by_run.values()))) > 1:
+            rows.append({"name": name, "values": by_run})
+    return rows
 
 
 def _model(settings: dict[str, Any]) -> str | None:

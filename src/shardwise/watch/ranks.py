@@ -49,7 +49,8 @@ def rank_rows(logs: Path, numbers: list[int], now: float | None = None) -> list[
 
 
 def _row(logs: Path, rank: int, now: float) -> dict[str, Any]:
-    status, silent = logs / f"rank-{rank}.status", None
+    status = logs / f"rank-{rank}.status"
+    silent = None
     step, doing = read_status(status)
     entries = last_records(rank_file(logs, rank))
     if entries and entries[-1].get("kind") == "end":  # its status is of before

@@ -38,7 +38,9 @@ def write_snapshot(finder: Finder, path: Path) -> None:
 
 def render_snapshot(runs: list[RunFolder]) -> str:
     """Returns the full page. Its content security policy allows only these scripts and styles, by hash."""
-    page, scripts, styles = page_file("index.html"), [], []
+    page = page_file("index.html")
+    scripts = []
+    styles = []
 
     def style(match: re.Match[str]) -> str:
         styles.append(text := page_file(match[1]))

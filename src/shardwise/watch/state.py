@@ -35,7 +35,7 @@ def state_of(folder: Path, starts: list[Record], step_seconds: float | None, now
     """Derives the state from a run's files; `starts` are the first records of its ranks."""
     now = time.time() if now is None else now
     logs = folder / "logs"
-    began = max((float(s.get("time") or 0) for s in starts), default=0.0) or _changed(folder / "job.json") or 0.0
+    began = max((float(s.get("time") or 0) for s in starts), default=0.0) or _modified_at(folder / "job.json") or 0.0
     failure = read_json(logs / "failure.json")  # the supervisor's, which knows more than a rank
     if failure and float(failure.get("time") or 0) >= began:
         return State("failed", failure.get("time"), str(failure.get("reason")))
@@ -45,31 +45,33 @@ def state_of(folder: Path, starts: list[Record], step_seconds: float | None, now
             who = f"rank {note.get('rank')} at step {note.get('step')} while {note.get('doing')}"
             words = f"{who}: {note.get('reason')}"
             return State("failed", note.get("time"), words)
-    ended = _changed(folder / "result.json")
+    ended = _modified_at(folder / "result.json")
     if ended is not None and ended >= began:
         return State("finished", ended, str(read_json(folder / "result.json").get("ended") or ""))
-    spoke = max(filter(None, map(_changed, _spoken(folder))), default=None)
+    last_write = max(filter(None, map(_modified_at, _written_files(folder))), default=None)
     local = [s for s in starts if s.get("host") == socket.gethostname()]
-    if local and len(local) == len(starts) and not any(map(_lives, local)):
-        return State("stopped", spoke, "its processes have ended; the same command goes on from its last checkpoint")
-    if spoke is None or now - spoke > max(QUIET, PATIENCE * (step_seconds or 0.0)):
-        return State("silent", spoke, "nothing was written since")
+    if local and len(local) == len(starts) and not any(map(_is_alive, local)):
+        return State(
+            "stopped", last_write, "its processes have ended; the same command goes on from its last checkpoint"
+        )
+    if last_write is None or now - last_write > max(QUIET, PATIENCE * (step_seconds or 0.0)):
+        return State("silent", last_write, "nothing was written since")
     return State("running" if starts else "starting", began or None)
 
 
-def _spoken(folder: Path) -> list[Path]:
+def _written_files(folder: Path) -> list[Path]:
     logs = folder / "logs"
     return [folder / "metrics.jsonl", folder / "job.json", *logs.glob("rank-*.status"), *logs.glob("rank-*.jsonl")]
 
 
-def _changed(path: Path) -> float | None:
+def _modified_at(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
     except OSError:
         return None
 
 
-def _lives(start: Record) -> bool:
+def _is_alive(start: Record) -> bool:
     """Whether that very process exists: process ids are reused."""
     import psutil
 

@@ -60,8 +60,11 @@ class Tail:
                 file.seek(self._offset)
                 data = file.read(min(AT_ONCE, max(0, status.st_size - self._offset)))
         except OSError:
-            removed, self._inode = self._inode != -1, -1
-            self._offset, self._rest, self.behind = 0, b"", 0
+            removed = self._inode != -1
+            self._inode = -1
+            self._offset = 0
+            self._rest = b""
+            self.behind = 0
             return [], removed
         self._offset += len(data)
         self.behind = max(0, status.st_size - self._offset)

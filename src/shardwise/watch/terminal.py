@@ -85,7 +85,7 @@ def draw(
         rows += [row for row in detail["ranks"] if row["amiss"] and row not in rows][:4]
         below.append(_ranks(rows, len(detail["ranks"])))
         used += len(rows) + 3
-    lines = _last_words(run, detail)
+    lines = _log_lines(run, detail)
     if lines and height >= 24:
         shown_lines = lines[-max(3, height // 8) :]
         below += [Text("log", style="dim"), *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown_lines)]
@@ -162,7 +162,7 @@ def _others(overviews: list[dict[str, Any]]) -> Group:
     return Group(*lines)
 
 
-def _last_words(run: RunFolder, detail: dict[str, Any]) -> list[str]:
+def _log_lines(run: RunFolder, detail: dict[str, Any]) -> list[str]:
     """Last log lines of the first rank that has any."""
     for row in detail["ranks"][:8]:
         if lines := run.log(row["rank"], 12):

@@ -142,7 +142,10 @@ def _met(settings: Any, rules: Iterable[CombinationRule]) -> Iterator[Conflict]:
     for rule in rules:
         if rule.applies(settings):
             value = look_up(settings, rule.shown or rule.field)
-            value = list(value) if isinstance(value, tuple) else None if value is ABSENT else value
+            if value is ABSENT:
+                value = None
+            elif isinstance(value, tuple):
+                value = list(value)
             words = _words(settings)
             yield Conflict(rule, rule.field, value, rule.why.format(**words), rule.remedy.format(**words))
 

@@ -111,9 +111,16 @@ def as_json() -> dict[str, Any]:
         for a, b, v in verdicts()
         if v.kind in ("refused", "remark")
     ]
-    rules = [
-        {"verdict": r.verdict, "sides": [[item.name for item in side] for side in r.sides], "field": r.field,
-         "why": generic_reason(r), "remedy": r.remedy}
-        for r in RULES
-    ]  # fmt: skip
+    rules = []
+    for rule in RULES:
+        names = [[feature.name for feature in side] for side in rule.sides]
+        rules.append(
+            {
+                "verdict": rule.verdict,
+                "sides": names,
+                "field": rule.field,
+                "why": generic_reason(rule),
+                "remedy": rule.remedy,
+            }
+        )
     return {"features": [item.name for item in FEATURES], "rules": rules, "pairs": pairs}

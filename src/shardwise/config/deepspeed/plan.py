@@ -167,7 +167,8 @@ def default_of(target: str) -> Any:
         info = getattr(section, "model_fields", {}).get(part)
         if info is None:
             return None
-        default, section = info.default, _section(info.annotation)
+        default = info.default
+        section = _section(info.annotation)
     return list(default) if isinstance(default, tuple) else default
 
 

@@ -233,7 +233,8 @@ def scheduler_type(plan: PartialTranslation, key: str, value: Any) -> str:
 
 def schedule_parameter(plan: PartialTranslation, key: str, value: Any) -> str:
     """A parameter of the schedule, under the same name."""
-    kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
+    kind = str(plan.get("scheduler.type"))
+    name = key.rpartition(".")[2]
     schedule = find(plan.values, "train.schedule")
     if find(plan.config, "scheduler.type") is not MISSING and not isinstance(schedule, dict):
         return NoEffect("the schedule is not known")  # which has been said
@@ -263,7 +264,8 @@ def _schedule_auto(plan: PartialTranslation, schedule: dict[str, Any], name: str
 
 def schedule_peak(plan: PartialTranslation, key: str, value: Any) -> str:
     """Peak learning rate of the schedule: train.learning_rate."""
-    kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
+    kind = str(plan.get("scheduler.type"))
+    name = key.rpartition(".")[2]
     if kind not in DEEPSPEED_SCHEDULES and find(plan.config, "scheduler.type") is not MISSING:
         return NoEffect("the schedule is not known")  # which has been said
     if _PEAKS.get(kind) != name:

@@ -99,7 +99,10 @@ def _device(measured: MeasuredDevice, device: Device) -> Device:
 
     A CPU has no published peak: the measured speed is used as such.
     """
-    peak, matmul, stream, bandwidth = device.peak, device.matmul, device.stream, device.bandwidth
+    peak = device.peak
+    matmul = device.matmul
+    stream = device.stream
+    bandwidth = device.bandwidth
     if device.kind == "cpu":
         peak = {**peak, **{precision: speed / matmul for precision, speed in measured.matmul.items()}}
         bandwidth = measured.stream / stream if measured.stream else bandwidth

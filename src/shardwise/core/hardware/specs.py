@@ -60,7 +60,9 @@ class Device:
 
     def attends(self) -> str:
         """The precision that attention speeds refer to: bf16, fp16 on older GPUs, fp32 on a CPU."""
-        return "fp32" if self.kind == "cpu" else "bf16" if "bf16" in self.peak else self.computes("fp16")
+        if self.kind == "cpu":
+            return "fp32"
+        return "bf16" if "bf16" in self.peak else self.computes("fp16")
 
     def computes(self, precision: str) -> str:
         """The precision the device actually computes in: the requested one, or the next wider it has."""
@@ -147,7 +149,8 @@ def cluster_of(
             raise UserError(name, count, "must be at least 1", "give the number of nodes and of devices in each")
     known = catalogue()
     key, entry = _find(gpu)
-    device, node = _device(key, entry), entry.node
+    device = _device(key, entry)
+    node = entry.node
     devices = per_node or node.per_node
     inner = _link("within", within or entry.within, known.links)
     outer = _link("network", network or entry.across, known.networks)
@@ -217,7 +220,8 @@ def _cores() -> Cluster:
     from shardwise.core.cpu_probe import cpu_identity, usable_cores, usable_memory
 
     _, flags = cpu_identity()
-    cores, memory = usable_cores(), usable_memory()
+    cores = usable_cores()
+    memory = usable_memory()
     fp32 = cores * AVX2_CORE * (2 if "avx512f" in flags else 1)
     base = cluster_of("cpu", per_node=1, memory=memory, host_memory=memory)
     adam = min(base.host_adam, 0.25 * GIGA * cores)  # 4 G parameters/s were measured on 16 cores
