@@ -12,58 +12,39 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
 from shardwise.checkpoint.copies import MemoryCheckpoints, NoMemoryCheckpoints
 from shardwise.checkpoint.store import CheckpointStore, set_aside
 from shardwise.config.methods import Full
-from shardwise.config.schema import Run
-from shardwise.core.dtypes import COMPUTE
-from shardwise.core.effective_device import as_written, compiled
+from shardwise.core.effective_device import as_written
 from shardwise.core.errors import UserError
 from shardwise.core.hardware.flops import flops_per_token, peak_flops
 from shardwise.data.loader import Loader
 from shardwise.distributed.lazy_rows import Rows
 from shardwise.distributed.mesh import World
-from shardwise.nn.adapters.apply import apply_method
 from shardwise.nn.adapters.fill import fill_adapters
-from shardwise.nn.adapters.layers import multiply_bases_in_float8
-from shardwise.nn.float8_linear import use_float8
 from shardwise.nn.models.build import build_on_meta, fill_random, find_blocks, materialise, vocabulary_size
 from shardwise.nn.models.weights import load_weights, new_parameters
-from shardwise.nn.moe.grouped_experts import use_grouped_experts
 from shardwise.nn.objective import Objective
-from shardwise.nn.tiled_mlp import tile_blocks
-from shardwise.nn.tiny.case import tiny_case
 from shardwise.objectives.make import make_objective
 from shardwise.observe.breakdown import OFF, Timer, timer_for
 from shardwise.observe.pace import SampledTimer
 from shardwise.optim import build
 from shardwise.optim.scaler import LossScaler
-from shardwise.parallel.activations.block_inputs import BlockInputs
-from shardwise.parallel.activations.recompute_groups import keep_one_of
-from shardwise.parallel.activations.saved_attention import SavedAttention
 from shardwise.parallel.context.install import Context
-from shardwise.parallel.expert.apply import count_loads
 from shardwise.parallel.offload.checkpoint_entries import masters
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
-from shardwise.parallel.offload.parameters import stub_out
-from shardwise.parallel.offload.pinned_memory import return_freed_memory
 from shardwise.parallel.offload.policy import (
     eager_share,
-    float8_gathers,
-    keeps_whole,
     offload_optimizer,
     split_in,
-    store_in_bf16,
 )
 from shardwise.parallel.parallel_context import ParallelContext
-from shardwise.parallel.routers.install import install_routers
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.selfcheck import CallsWhole, UnshardedModel, check_documents
-from shardwise.parallel.zero.overlap import CommSettings, given, install_overlap
-from shardwise.parallel.zero.plusplus import install_collectives
-from shardwise.parallel.zero.stages import ShardedModel, shard_experts, shard_model
+from shardwise.parallel.zero.overlap import CommSettings, given
+from shardwise.parallel.zero.stages import ShardedModel
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.tuning import tune
 from shardwise.parallel.zero.units import explain_divided
@@ -105,85 +86,16 @@ def build_model(
     timer: Timer = OFF,
     give_memory: Callable[[Any, torch.device], None] = materialise,
     choose: Callable[[Any, list[tuple[str, Any]]], CommSettings] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ShardedModel, ParallelContext]:
-    """The model, sharded, with memory but no values yet; at stage 3 no rank ever holds it whole.
+    """The run's model, parallelised, with memory but no values yet; at stage 3 no rank ever holds the full model.
 
-    `choose`: how a model of such blocks travels; else as the run says.
+    `choose` decides how parameters travel, else the settings do. `say` gets a line for each step of the assembly.
     """
-    run, source = job.run, job.source
-    model = build_on_meta(source)
-    adapted = apply_method(model, run, source.weights)
-    if split_in(run):
-        store_in_bf16(model)
-    blocks, lookup, spread = find_blocks(model), only_looked_up(model), ParallelContext(world)
-    use_float8(model, blocks, run.fp8)
-    if run.experts == "auto":
-        use_grouped_experts(model)
-    if run.parallel.tensor == 1:
-        multiply_bases_in_float8(model, world.device, getattr(run.method, "multiply", "auto"))
-    if run.parallel.beyond_data:
-        from shardwise.parallel.apply import divide
-
-        compute = None if run.precision == "fp32" else COMPUTE[run.precision]
-        spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world, compute)
-        if spread.pipeline is not None:
-            spread.pipeline.record = run.log.breakdown
-    if run.tile is not None:
-        case = tiny_case(source)
-        small = case.model().float()
-        tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compiled)
-    spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model, world.device)
-    spread.routing = install_routers(model, source, run, spread.loads, world)
-    if spread.stages is not None and spread.routing is not None:
-        spread.stages.carried = spread.routing.losses
-    kept = recompute_blocks(run, blocks[: run.recompute_blocks], timer) if run.recompute == "full" else None
-    if run.compiled:
-        failures: list[str] = []
-        for _, block in blocks:  # inside of the hooks of sharding and recomputation
-            block.forward = compiled(block.forward, run.recompute == "light", failures)
-    if spread.experts is not None:
-        shard_experts(spread.experts, world, run.parallel.zero, run.precision, run.parallel.reduce)
-    whole, sending = keeps_whole(run, world), choose(model, blocks) if choose else given(run.parallel)
-    shard_model(
-        model, blocks, world.mesh, run.parallel.zero, run.precision, sending.bucket, whole, sending.together,
-        run.parallel.reduce,
-    )  # fmt: skip
-    if run.offload.parameters == "none":
-        give_memory(model, world.device)
-    else:
-        stub_out(model, world.device)
-        if world.device.type == "cpu":
-            return_freed_memory()
+    model = build_on_meta(job.source)
+    sharded, spread = parallelize(model, job.run, world, job.source, timer, give_memory, choose, say)
     model.train()
-    sharded = ShardedModel(model, run.parallel.zero, world.mesh)
-    sharded.kept, sharded.lookup, sharded.timer = adapted.kept, lookup, timer
-    sharded.idle = kept.idle if kept is not None else list
-    if run.parallel.beyond_data:
-        spread.take(sharded)
-    install_collectives(sharded, run.parallel, world, run.timeout, float8_gathers(run, world.mesh.size(1)))
-    install_overlap(sharded, sending.prefetch, not run.parallel.quantize_gradients, timer.on)
     return sharded, spread
-
-
-def recompute_blocks(run: Run, blocks: list[tuple[str, Any]], timer: Timer) -> SavedAttention | None:
-    """Keeps of blocks what the run says: inputs, or one in several, and what attention made; here or on the host."""
-    inputs = BlockInputs(None, host=True, timer=timer) if run.offload.activations == "cpu" else None
-    leaving = len(blocks[: run.offload.activation_blocks]) if inputs is not None else 0
-    kept = None if run.recompute_attention else SavedAttention()
-    for number, (_, block) in enumerate(blocks):
-        around = {} if kept is None else {"context_fn": kept.around(block, inputs if number < leaving else None)}
-        recompute(block, **around)
-    if inputs is not None:
-        inputs.attach(blocks[: leaving : run.recompute_group])
-    if run.recompute_group > 1:
-        keep_one_of(blocks, run.recompute_group, inputs, kept)
-    return kept
-
-
-def only_looked_up(model: Any) -> int:
-    """Parameters of the input embedding, where it is no head as well: a token costs no arithmetic there."""
-    inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
-    return 0 if outer is not None and outer.weight is inner.weight else int(inner.weight.numel())
 
 
 def fill_model(job: ResolvedRun, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
