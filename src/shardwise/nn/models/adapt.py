@@ -97,6 +97,9 @@ def on_rows_of(run: Run, source: ModelSource) -> ModelSource:
 
 def _on_path(source: ModelSource, path: AttentionPath, say: Callable[[str], None]) -> ModelSource:
     kind = source.config.model_type
+    if path.bypassed:
+        problem = f"{kind} calls the forward of its block {path.bypassed} directly, which sharding cannot see"
+        raise UserError("model", source.label, problem, "use another model")
     if path.untried:
         say(f"attention: no tiny {kind} model could be compared with its definition ({path.untried})")
         return source
