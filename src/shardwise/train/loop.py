@@ -29,7 +29,7 @@ from shardwise.train.control import Control
 from shardwise.train.early_stopping import EarlyStopping
 from shardwise.train.guard import LossGuard
 from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
-from shardwise.train.outer_sync import NoSync
+from shardwise.train.outer_sync import NoSync, no_sync
 from shardwise.train.profiling import Profiling
 from shardwise.train.report import TrainReport
 from shardwise.train.samples import forget_samples_after, write_samples
@@ -48,7 +48,7 @@ class Outcome:
     early: str = ""
 
 
-def fit(parts: TrainState, join: Callable[[TrainState], NoSync] = lambda _: NoSync()) -> Outcome:
+def fit(parts: TrainState, join: Callable[[TrainState], NoSync] = no_sync) -> Outcome:
     """Trains from the parts' position to the last step, saving and evaluating on the way.
 
     `join` enters the run into synchronisation with other workers (DiLoCo).
