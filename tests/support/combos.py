@@ -165,7 +165,8 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
     from shardwise.foresight.prepare import prepare_run
     from shardwise.optim.schedules import set_rates
     from shardwise.parallel.offload.disk import DiskFolder
-    from shardwise.train.loop import accumulate, agree_on_units, seed_step
+    from shardwise.train.loop import accumulate, seed_step
+    from shardwise.train.session import agree_on_units
     from shardwise.train.setup import build_parts
     from shardwise.train.status import Status
     from support.scenarios import batch_of

@@ -25,7 +25,7 @@ from shardwise.train.status import logs_of
 
 if TYPE_CHECKING:
     from shardwise.resolved_run import ResolvedRun
-    from shardwise.train.loop import Outcome
+    from shardwise.train.session import Outcome
     from shardwise.train.setup import TrainState
     from shardwise.train.status import Status
 

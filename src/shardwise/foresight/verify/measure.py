@@ -32,6 +32,7 @@ from shardwise.parallel.offload.checkpoint_entries import masters
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.train import loop
+from shardwise.train.session import agree_on_units
 from shardwise.train.setup import TrainState, build_parts
 from shardwise.train.status import Status
 
@@ -133,7 +134,7 @@ def _forward_and_backward(parts: TrainState, step: int) -> float:
         0, run.train.batch_size, int(run.train.micro_batch_size), world.place.data, world.layout.data
     )
     if not parts.loader.layout.counted:
-        batch = loop.agree_on_units(batch, world)
+        batch = agree_on_units(batch, world)
     set_rates(parts.optimizer, run.train, step, total)
     summed = loop.accumulate(parts, batch)
     loss = summed[:1].double().cpu() * parts.spread.counts
