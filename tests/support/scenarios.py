@@ -13,11 +13,11 @@ def parts_of(run: dict[str, Any]) -> Any:
     from shardwise.config.load import load_run
     from shardwise.distributed.mesh import init_world
     from shardwise.foresight.prepare import prepare_run
-    from shardwise.train.setup import build_parts
+    from shardwise.train.setup import build_state
     from shardwise.train.status import Status
 
     job = prepare_run(load_run(run))
-    return build_parts(job, init_world(job.run), Status(None))
+    return build_state(job, init_world(job.run), Status(None))
 
 
 def batch_of(parts: Any, step: int) -> Any:

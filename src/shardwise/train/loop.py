@@ -34,7 +34,7 @@ def fit(state: TrainState, join: Callable[[TrainState], NoSync] = no_sync) -> Ou
 
             with session.profiling.step(step + 1, batch.tokens):
                 loss = accumulate(state, batch)
-                if not state.spread.counts:  # another rank has the same loss, or this stage has none
+                if not state.context.counts:  # another rank has the same loss, or this stage has none
                     loss = torch.zeros_like(loss)
                 session.report.first_gradients(state)
                 norm = session.update(step, batch, loss)
@@ -67,18 +67,18 @@ def accumulate(state: TrainState, batch: StepBatch) -> torch.Tensor:
     sources = state.loader.source_count
     figures = 1 + len(state.objective.figures) + (sources if sources > 1 else 0)
     summed = torch.zeros(figures, device=state.world.device)
-    if state.spread.pipeline is not None:
+    if state.context.pipeline is not None:
         with fast_attention(state.world.device), state.timer.region("pipeline"):
-            losses = state.spread.learn(
+            losses = state.context.learn(
                 state.sharded.model, state.objective, batch.micro_batches,
                 lambda loss: state.scaler.scale(loss.total * scale), state.sharded.prepare_micro_batch,
             )  # fmt: skip
         return sum((loss.sums() for loss in losses), summed)
     for index, micro in enumerate(batch.micro_batches):
         state.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
-        with fast_attention(state.world.device), state.spread.active():
+        with fast_attention(state.world.device), state.context.active():
             with state.timer.region("forward"):
-                loss = state.spread.loss(state.sharded.model, state.objective, micro)
+                loss = state.context.loss(state.sharded.model, state.objective, micro)
             with state.timer.region("backward"):
                 state.scaler.scale(loss.total * scale).backward()
         summed = summed + loss.sums()
@@ -87,15 +87,15 @@ def accumulate(state: TrainState, batch: StepBatch) -> torch.Tensor:
 
 def evaluate(state: TrainState) -> Evaluation:
     """The loss over the held-out sequences, the same on every rank."""
-    loader, world, objective, spread = state.eval_loader, state.world, state.objective, state.spread
+    loader, world, objective, context = state.eval_loader, state.world, state.objective, state.context
     assert loader is not None
     model, micro = state.sharded.model, int(state.job.run.train.micro_batch_size)
     with state.sharded.evaluation():
         sums = summed_losses(
             model, objective, loader, micro, world.device, world.place.data, world.layout.data,
-            several=lambda batches: spread.losses(model, objective, batches), together=spread.together,
+            several=lambda batches: context.losses(model, objective, batches), together=context.together,
         )  # fmt: skip
-    sums *= spread.counts  # the others' losses are nobody's, or another rank's too
+    sums *= context.counts  # the others' losses are nobody's, or another rank's too
     dist.all_reduce(sums, group=world.control)
     return evaluation_of(sums, objective, loader.names)
 

@@ -155,7 +155,7 @@ class Session:
     def report_figures(self) -> None:
         """Reads the figures of the steps since the last report; raises if they have gone wrong."""
         state = self.state
-        records = state.spread.annotate(state.timer.annotate(state.meter.flush()))
+        records = state.context.annotate(state.timer.annotate(state.meter.flush()))
         failure = self._guard.look(records, state.position)
         failure = failure or self._guard.compare(
             lambda: tensors_of(state.sharded, state.optimizer), state.position.step
@@ -214,7 +214,7 @@ class Session:
     def finish(self) -> Outcome:
         """Waits for the last checkpoint; on the main rank of a run that is done, exports the model."""
         state = self.state
-        self.report.noted([*state.spread.idle(), *state.sharded.idle()])
+        self.report.noted([*state.context.idle(), *state.sharded.idle()])
         state.status.set("finishing the last checkpoint")
         self.report.ending("the last checkpoint is being written")
         state.store.wait()
@@ -268,7 +268,7 @@ def _state(state: TrainState) -> tuple[ResolvedRun, dict[str, Any], dict[str, An
     position, job = state.position, state.job
     position.seconds = state.meter.seconds
     position.scaler = state.scaler.state_dict()
-    position.fp32 = state.spread.biases
+    position.fp32 = state.context.biases
     tensors = tensors_of(state.sharded, state.optimizer)
     return job, tensors, position.to_json(job.data.fingerprint), job.run.model_dump_json(indent=1)
 
