@@ -59,6 +59,8 @@ def test_a_missing_gradient_is_wrong() -> None:
 
 
 def test_the_trial_has_two_ranks_along_each_axis() -> None:
-    small, ranks = check.small_settings(Parallel(tensor=8, pipeline=4, zero=1, schedule="interleaved", chunks=4))
-    assert ranks == 4 and (small.tensor, small.pipeline, small.chunks, small.zero) == (2, 2, 2, 1)
+    small, ranks = check.small_settings(
+        Parallel(tensor=8, pipeline=4, zero=1, pipeline_schedule="interleaved", virtual_stages=4)
+    )
+    assert ranks == 4 and (small.tensor, small.pipeline, small.virtual_stages, small.zero) == (2, 2, 2, 1)
     assert check.small_settings(Parallel(expert=8))[1] == 2

@@ -29,7 +29,7 @@ def write_samples(parts: TrainState, last: bool) -> None:
     before = parts.status.doing
     parts.status.set("writing samples")
     with parts.meter.paused():
-        texts = written(parts, settings.prompts, settings.tokens, settings.chat)
+        texts = written(parts, settings.prompts, settings.max_new_tokens, settings.chat)
     if parts.world.is_main:
         with (parts.job.output / "samples.jsonl").open("a", encoding="utf-8") as file:
             for prompt, text in zip(settings.prompts, texts, strict=True):

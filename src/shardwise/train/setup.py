@@ -128,10 +128,10 @@ def build_model(
         spread, blocks = divide(model, blocks, tiny_case(source), run.parallel, world, compute)
         if spread.pipeline is not None:
             spread.pipeline.record = run.log.breakdown
-    if run.tile is not None:
+    if run.tiled_mlp is not None:
         case = tiny_case(source)
         small = case.model().float()
-        tile_blocks(model, blocks, small, case.inputs(), run.tile, run.compiled)
+        tile_blocks(model, blocks, small, case.inputs(), run.tiled_mlp, run.compiled)
     spread.loads = spread.experts.loads if spread.experts is not None else count_loads(model, world.device)
     spread.routing = install_routers(model, source, run, spread.loads, world)
     if spread.stages is not None and spread.routing is not None:
@@ -142,11 +142,11 @@ def build_model(
         for _, block in blocks:  # inside of the hooks of sharding and recomputation
             block.forward = compiled(block.forward, run.recompute == "light", failures)
     if spread.experts is not None:
-        shard_experts(spread.experts, world, run.parallel.zero, run.precision, run.parallel.reduce)
+        shard_experts(spread.experts, world, run.parallel.zero, run.precision, run.parallel.reduce_dtype)
     whole, sending = keeps_whole(run, world), choose(model, blocks) if choose else given(run.parallel)
     shard_model(
         model, blocks, world.mesh, run.parallel.zero, run.precision, sending.bucket, whole, sending.together,
-        run.parallel.reduce,
+        run.parallel.reduce_dtype,
     )  # fmt: skip
     if run.offload.parameters == "none":
         give_memory(model, world.device)
@@ -248,7 +248,7 @@ def build_parts(
     )
     if run.resume == "never" and world.is_main:
         set_aside(job.output)
-    store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.background, world.checkpoint)
+    store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.async_save, world.checkpoint)
     position = Position()
     status.set("resuming")
     start = find_start(run.resume, root, copies, world.control)
@@ -276,7 +276,7 @@ def build_parts(
         copies.settle()
 
     update = Update(
-        sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, settle, spread.after_step
+        sharded, optimizer, scaler, run.train.max_grad_norm, eager_share(run), accumulates, settle, spread.after_step
     )  # fmt: skip
     loader = job.loader()
     with as_written(run.compiled):

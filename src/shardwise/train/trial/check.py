@@ -41,7 +41,10 @@ def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
     inner = 2 ** len([name for name in small if name != "expert"])
     lonely = "expert" in small and not {"tensor", "context"} & small.keys()
     if "pipeline" in small:
-        small |= {"schedule": parallel.schedule, "chunks": parallel.chunks and 2}
+        small |= {
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "virtual_stages": parallel.virtual_stages and 2,
+        }
     if "context" in small:
         small |= {"context_kind": parallel.context_kind}
     return Parallel(zero=parallel.zero, **small), inner * (2 if lonely else 1)
