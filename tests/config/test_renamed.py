@@ -84,6 +84,11 @@ def test_the_table_names_settings_that_exist() -> None:
         assert leaf in known and (old.rpartition(".")[0] != ".".join(section) or old.rpartition(".")[2] not in known)
 
 
+def test_the_docs_list_them() -> None:
+    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+    assert all(f"| `{old}` | `{new}` | " in page for old, new in RENAMED.items())
+
+
 @pytest.mark.parametrize("old", EXAMPLES)
 def test_an_old_name_gives_the_same_run_with_a_note(old: str, tmp_path: Path) -> None:
     value, company = EXAMPLES[old]
