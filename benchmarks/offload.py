@@ -1,7 +1,8 @@
 """Tokens per second of full fine-tuning with the optimizer off the device: the real set-up, random weights.
 
-    python benchmarks/offload.py 3b offload.optimizer=cpu train.clip=null compile=true
-    python benchmarks/offload.py 32b offload.optimizer=cpu offload.ratio=auto train.optimizer=adamw8bit train.clip=null
+    python benchmarks/offload.py 3b offload.optimizer=cpu train.max_grad_norm=null compile=true
+    python benchmarks/offload.py 32b offload.optimizer=cpu offload.ratio=auto train.optimizer=adamw8bit \\
+        train.max_grad_norm=null
 
 Arguments after the size are settings of a run, as for `shardwise train`. Prints one line of JSON.
 """

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
     "dpo": (Dpo(), dpo),
     "dpo-all": (Dpo(beta=0.3, label_smoothing=0.1, sft=0.7), dpo),
     "orpo": (Orpo(beta=0.25), orpo),
-    "kto": (Kto(beta=0.2, desirable=1.5, undesirable=0.8), kto),
+    "kto": (Kto(beta=0.2, desirable_weight=1.5, undesirable_weight=0.8), kto),
 }
 
 

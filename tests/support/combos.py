@@ -129,7 +129,8 @@ class Shelf:
             "data.packing": False, "objective.type": kind, "train.steps": STEPS, "train.batch_size": 8,
             "train.micro_batch_size": 2 if kind == "kto" else 1, "train.warmup": 0,
             "train.learning_rate": 0.3 if f.SGD in features else 3e-3,
-            "train.clip": None if f.IN_BACKWARD in like else 0.5, "precision": "fp32", "device": "cpu", "ranks": RANKS,
+            "train.max_grad_norm": None if f.IN_BACKWARD in like else 0.5, "precision": "fp32",
+            "device": "cpu", "ranks": RANKS,
             "checkpoint.every": None, "output": str(self.folder / "out" / output),
         }  # fmt: skip
         if kind == "kto":
@@ -138,9 +139,9 @@ class Shelf:
         if kind == "distill":
             settings["objective.teacher"] = str(self.folder / "teacher")
         if f.IA3 in features and (f.EXPERT in like or f.ROUTER in like):
-            settings["method.feedforward"] = []  # a stack of experts is no layer with a name
-        if settings.get("parallel.shard") and {f.TENSOR, *f.SCHEDULES} & set(features):
-            settings["parallel.shard"] = 1 if f.TENSOR in features and {*f.SCHEDULES} & set(features) else 2
+            settings["method.feedforward_modules"] = []  # a stack of experts is no layer with a name
+        if settings.get("parallel.dp_shard_size") and {f.TENSOR, *f.SCHEDULES} & set(features):
+            settings["parallel.dp_shard_size"] = 1 if f.TENSOR in features and {*f.SCHEDULES} & set(features) else 2
         return nested(settings)
 
 

@@ -122,7 +122,7 @@ def plain_loop(run: dict[str, Any]) -> list[float]:
             loss = -(log_p.gather(1, ids[0, 1:, None])[:, 0] * learned[1:]).sum() / count
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(train, step, train.steps)
         optimizer.step()
@@ -261,7 +261,7 @@ def step_without_sync(run: dict[str, Any]) -> bool:
             parts.scaler.scale(loss.total / batch.supervised).backward()
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.set_sync_debug_mode(mode)
-        norm = parts.sharded.clip(train.clip)
+        norm = parts.sharded.clip(train.max_grad_norm)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
         parts.optimizer.zero_grad()

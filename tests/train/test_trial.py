@@ -68,9 +68,11 @@ def test_a_missing_gradient_is_wrong() -> None:
 
 
 def test_the_trial_has_two_ranks_along_each_axis() -> None:
-    small, ranks = check.small_run(run_with(tensor=8, pipeline=4, zero=1, schedule="interleaved", chunks=4))
+    small, ranks = check.small_run(
+        run_with(tensor=8, pipeline=4, zero=1, pipeline_schedule="interleaved", virtual_stages=4)
+    )
     parallel = small.parallel
-    assert ranks == 4 and (parallel.tensor, parallel.pipeline, parallel.chunks, parallel.zero) == (2, 2, 2, 1)
+    assert ranks == 4 and (parallel.tensor, parallel.pipeline, parallel.virtual_stages, parallel.zero) == (2, 2, 2, 1)
     assert check.small_run(run_with(expert=8))[1] == 2
 
 

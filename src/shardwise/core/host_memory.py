@@ -77,6 +77,6 @@ def shortage(left: int, whole: int) -> str:
     return (
         f"the host's memory is nearly gone: {left / 2**20:.0f} MiB of {whole / 2**30:.1f} GiB left; the run was ended "
         f"before the system would have killed a process\n    most is held by {most}\n"
-        "    → fewer ranks on this host, offload less (offload.*, checkpoint.background: false), or a smaller "
+        "    → fewer ranks on this host, offload less (offload.*, checkpoint.async_save: false), or a smaller "
         "train.micro_batch_size"
     )

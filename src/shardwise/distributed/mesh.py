@@ -80,7 +80,7 @@ class MeshPlace:
 def layout_of(parallel: Parallel, ranks: int) -> MeshLayout:
     """The layout that settings ask for; they were checked to divide the ranks."""
     spread = ranks // (parallel.pipeline * parallel.tensor)
-    shard = shard_size(parallel.zero, parallel.shard, spread)
+    shard = shard_size(parallel.zero, parallel.dp_shard_size, spread)
     axes = (parallel.pipeline, parallel.context, parallel.tensor, parallel.expert)
     return MeshLayout(spread // shard, shard, *axes)
 

@@ -109,7 +109,7 @@ class Kubernetes:
         lines = [single_line("--line", line) for line in asked.lines]
         meet = f"{asked.name}-0.{asked.name}:{asked.port or PORT}"
         # A pod that is evicted saves and leaves; when the Job is deleted all of them do.
-        node = asked.node(INSTALLED, "--id", asked.name, "--meet", meet, "--withdraw", file=RUN)
+        node = asked.node(INSTALLED, "--id", asked.name, "--rendezvous", meet, "--withdraw", file=RUN)
         return "\n".join([*lines, f'exec {node} --name "$HOSTNAME"'])
 
     def submit(self, asked: Submission, text: str) -> str:

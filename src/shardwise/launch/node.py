@@ -62,7 +62,7 @@ class NodeOptions:
     """The command's options."""
 
     hosts: str
-    meet: str
+    rendezvous: str
     ranks: int | None = None
     restarts: int = 3
     grace: float = 300.0
@@ -161,7 +161,7 @@ class Node:
                     self._say(f"WARNING: no token: whoever reaches port {place.port} can join or end this run; {HOW}")
             elif gone > rules.patience and self._report.state == "waiting" and place.is_here():
                 problem = "another program listens there"
-                raise UserError("--meet", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
+                raise UserError("--rendezvous", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
         if self._report.state == "done" and gone > GOODBYE:
             return 0  # the ranks of all have finished, or ours could not have
         if self._report.state == "leaving" and self._group is None:
@@ -324,7 +324,7 @@ def run_node(run_file: Path, overrides: list[str], asked: NodeOptions) -> int:
         problem = f"--hosts {hosts} starts as soon as all are there, so nobody is waited for then"
         raise UserError("--last-call", in_words(asked.last_call), problem, "leave it out, or allow more: --hosts N:M")
     last_call = LAST_CALL if asked.last_call is None else asked.last_call
-    place = RendezvousAddress.parse(asked.meet, asked.id or str(output), token)
+    place = RendezvousAddress.parse(asked.rendezvous, asked.id or str(output), token)
     rules = Rules(hosts.least, hosts.most, asked.patience, last_call, asked.restarts)
     settings = AgentSettings(name, place, rules, ranks, asked.wait, output, asked.listen, asked.withdraw)
     arguments = ("train", str(run_file), *overrides)

@@ -26,7 +26,7 @@ def gave_up(place: RendezvousAddress, trouble: str, wait: float) -> str:
     """Of a host that has reached no other in all its time."""
     return (
         f"nobody could be reached at {place.host}:{place.port} within {in_words(wait)} (--wait): {trouble}\n"
-        "  → give every host the same --meet: the name and a free port of one of them, where the same command runs"
+        "  → give every host the same --rendezvous: name and free port of one of them, where the same command runs"
     )
 
 
@@ -54,7 +54,7 @@ def for_others(answer: RoundOrder, rules: Rules, place: RendezvousAddress, waite
         f"{'is' if there == 1 else 'are'} there ({_listed(answer.there)}); {waited:.0f} s so far, {until}"
     )
     if place.is_loopback():
-        said += f"; no other host can reach {place.host}: give --meet an address that they can"
+        said += f"; no other host can reach {place.host}: give --rendezvous an address that they can"
     return said
 
 

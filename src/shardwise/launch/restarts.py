@@ -22,7 +22,7 @@ class Lost(RunFailed):
 
 
 class Wrong(Lost):
-    """Numbers went wrong and the run is to go back: guard.most counts these, not restarts."""
+    """Numbers went wrong and the run is to go back: guard.max_recoveries counts these, not restarts."""
 
 
 class Restarts:

@@ -35,7 +35,7 @@ class Sky:
         run = [
             *lines,
             'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-            f'exec {node} --meet "$first:{asked.port or PORT}" --name "node-$SKYPILOT_NODE_RANK"',
+            f'exec {node} --rendezvous "$first:{asked.port or PORT}" --name "node-$SKYPILOT_NODE_RANK"',
         ]
         task = {
             "name": asked.name, "num_nodes": asked.hosts.most, "workdir": str(asked.folder),

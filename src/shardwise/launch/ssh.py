@@ -33,7 +33,7 @@ def commands(asked: Submission) -> dict[str, list[str]]:
     found = {}
     for host in asked.ssh:
         name = host.rpartition("@")[2]
-        node = asked.node(HERE, "--name", name, "--meet", f"{place}:{asked.port or PORT}", "--listen")
+        node = asked.node(HERE, "--name", name, "--rendezvous", f"{place}:{asked.port or PORT}", "--listen")
         # Values that must not be seen come through the connection: a command line is for all to read.
         secrets = [f"IFS= read -r {one} && export {one}" for one in (*asked.passed, VARIABLE)]
         steps = [f"cd {shlex.quote(str(asked.folder))}", *secrets, *asked.exports(), *asked.lines, f"exec {node}"]

@@ -49,6 +49,8 @@ class Trainer:
         An output folder that is there already is held from here on, to the end of `fit`.
         """
         if self._job is None:
+            for note in self.loaded.notes:
+                say(note)
             if self._folder.path.is_dir():  # a new one is made by fit: a mistake leaves no folder behind
                 self._folder.claim()
             from shardwise.foresight.rehearse.subprocess import end_helper, ready_helper

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def needs_copy(run: Run) -> bool:
     """Whether training changes the base itself, so that the reference must be a model of its own."""
-    return run.method.type == "full" or bool(run.method.also)
+    return run.method.type == "full" or bool(run.method.modules_to_save)
 
 
 def make_reference(job: ResolvedRun, world: World) -> Reference:

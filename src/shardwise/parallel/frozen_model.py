@@ -35,13 +35,13 @@ def frozen_run(run: Run) -> Run:
     """A run's settings for a model that is not trained: sharded by stage 3 alone, its blocks as they are written."""
     return run.model_copy(
         update={
-            "parallel": Parallel(zero=3, shard=run.parallel.shard),
+            "parallel": Parallel(zero=3, dp_shard_size=run.parallel.dp_shard_size),
             "method": Full(),
             "freeze": (),
-            "train": run.train.model_copy(update={"masters": "fp32"}),
+            "train": run.train.model_copy(update={"master_weights": "fp32"}),
             "recompute": "none",
             "compile": False,
-            "tile": None,
+            "tiled_mlp": None,
             "experts": "plain",
             "fp8": Fp8(),
             "offload": Offload(),

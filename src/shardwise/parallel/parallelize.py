@@ -236,11 +236,11 @@ def build_pipeline(a: Assembly) -> str | None:
 
 def tile_mlps(a: Assembly) -> str | None:
     """Computes the parts of blocks that look at one token at a time some tokens at a time."""
-    if a.run.tile is None:
+    if a.run.tiled_mlp is None:
         return None
     small = a.case.model().float()
-    tile_blocks(a.model, a.blocks, small, a.case.inputs(), a.run.tile, a.run.compiled)
-    return f"{a.run.tile} tokens at a time"
+    tile_blocks(a.model, a.blocks, small, a.case.inputs(), a.run.tiled_mlp, a.run.compiled)
+    return f"{a.run.tiled_mlp} tokens at a time"
 
 
 def add_router_losses(a: Assembly) -> str | None:
@@ -290,7 +290,7 @@ def fully_shard_experts(a: Assembly) -> str | None:
     """Shards experts among the ranks that hold the same ones."""
     if a.context.experts is None:
         return None
-    shard_experts(a.context.experts, a.world, a.run.parallel.zero, a.run.precision, a.run.parallel.reduce)
+    shard_experts(a.context.experts, a.world, a.run.parallel.zero, a.run.precision, a.run.parallel.reduce_dtype)
     return None
 
 
@@ -300,7 +300,7 @@ def fully_shard_blocks(a: Assembly) -> str | None:
         a.comm = a.choose_comm(a.model, a.blocks)
     shard_model(
         a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, a.comm.bucket,
-        keeps_whole(a.run, a.world), a.comm.together, a.run.parallel.reduce,
+        keeps_whole(a.run, a.world), a.comm.together, a.run.parallel.reduce_dtype,
     )  # fmt: skip
     replicas, shards = a.world.mesh.size(0), a.world.mesh.size(1)
     return f"ZeRO-{a.run.parallel.zero} over {shards} ranks, {replicas} replicas, {a.run.precision}"

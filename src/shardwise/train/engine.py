@@ -1,19 +1,21 @@
 """For people with a loop of their own: `initialize` puts a model and an optimizer on the mesh and hands back an engine.
 
-    engine = shardwise.initialize(model, config={"parallel": {"zero": 3}, "precision": "bf16", "accumulate": 4})
+    engine = shardwise.initialize(model, config={"parallel": {"zero": 3}, "precision": "bf16"})
     for batch in data:
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
 
-Every call of `backward` is one micro-batch; every `accumulate`-th call of `step` updates the parameters. The engine
-uses the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
+Every call of `backward` is one micro-batch; every `gradient_accumulation_steps`-th call of `step` updates the
+parameters. The engine uses the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +29,7 @@ from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_chec
 from shardwise.config.axes import shard_size
 from shardwise.config.combinations import axes_used, first_clash
 from shardwise.config.explain import wanted
+from shardwise.config.renamed import RENAMED, rename
 from shardwise.config.resolve import check_secondary
 from shardwise.config.schema import Data, LossScale, Model, Offload, Parallel, Run, Source
 from shardwise.config.section import Section
@@ -48,6 +51,7 @@ from shardwise.parallel.zero.update import Update
 from shardwise.train.state import prime_optimizer, tensors_of
 
 Fill = Callable[[nn.Module], None]
+RENAMED_HERE = RENAMED | {"accumulate": "gradient_accumulation_steps", "clip": "max_grad_norm"}
 
 
 class EngineConfig(Section):
@@ -56,8 +60,8 @@ class EngineConfig(Section):
     parallel: Parallel = Parallel()
     precision: Literal["bf16", "fp16", "fp32"] = "fp32"
     loss_scale: LossScale = Field(LossScale(), description="loss scaling; for precision: fp16 alone")
-    accumulate: Whole = Field(1, ge=1, description="micro-batches per update")
-    clip: Annotated[Number, Field(gt=0)] | None = 1.0
+    gradient_accumulation_steps: Whole = Field(1, ge=1, description="micro-batches per update")
+    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     learning_rate: Number = Field(
         2e-5, gt=0, description="for the default AdamW; ignored with an optimizer of your own"
     )
@@ -102,10 +106,10 @@ class Engine:
             values = {}
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
         # A user may accumulate more than was said (set_gradient_accumulation_boundary), so gradients are kept in fp32.
-        eager = offloaded_share(config.offload, config.precision, config.clip)
-        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, eager)
+        eager = offloaded_share(config.offload, config.precision, config.max_grad_norm)
+        self._update = Update(self.sharded, self.optimizer, self.scaler, config.max_grad_norm, eager)
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
-        self.accumulate = config.accumulate
+        self.accumulate = config.gradient_accumulation_steps
         self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates
         self.grad_norm: torch.Tensor | None = None
         watch_collectives(model, self.timer)
@@ -145,7 +149,7 @@ class Engine:
         self._inside = True
 
     def step(self) -> bool:
-        """After each `backward`: updates on every `accumulate`-th call, and says whether it did."""
+        """After each `backward`: updates on every `gradient_accumulation_steps`-th call, and says whether it did."""
         if not self._inside:
             raise RuntimeError("engine.step() needs engine.backward(loss) before it")
         last = self.is_last_micro_batch
@@ -224,9 +228,9 @@ def initialize(
     checked = config if isinstance(config, EngineConfig) else _check({} if config is None else config)
     cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
+    shard = shard_size(checked.parallel.zero, checked.parallel.dp_shard_size, ranks)
     if ranks % shard:
-        raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+        raise UserError("parallel.dp_shard_size", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
     if checked.parallel.beyond_data:
         problem = "in your own loop the model is divided by ZeRO alone"
         raise UserError(
@@ -270,6 +274,9 @@ def _check(values: dict[str, Any]) -> EngineConfig:
     if not isinstance(values, dict):
         problem = f"is a {type(values).__name__}, not a dictionary"
         raise UserError("config", values, problem, 'pass e.g. {"parallel": {"zero": 3}}')
+    values = copy.deepcopy(values)
+    for note in rename(values, table=RENAMED_HERE):
+        warnings.warn(f"shardwise.initialize: {note}", FutureWarning, stacklevel=3)
     try:
         return EngineConfig.model_validate(values)
     except ValidationError as error:

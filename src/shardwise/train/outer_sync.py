@@ -28,5 +28,5 @@ class NoSync:
 
 def no_sync(state: Any) -> NoSync:
     """For runs that are not one of several workers; who hands nothing else to the loop cannot run those."""
-    assert state.job.run.apart is None, "a DiLoCo run needs diloco.worker.join_others"
+    assert state.job.run.diloco is None, "a DiLoCo run needs diloco.worker.join_others"
     return NoSync()

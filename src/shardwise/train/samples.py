@@ -29,7 +29,7 @@ def write_samples(state: TrainState, last: bool) -> None:
     before = state.status.doing
     state.status.set("writing samples")
     with state.meter.paused():
-        texts = written(state, settings.prompts, settings.tokens, settings.chat)
+        texts = written(state, settings.prompts, settings.max_new_tokens, settings.chat)
     if state.world.is_main:
         with (state.job.output / "samples.jsonl").open("a", encoding="utf-8") as file:
             for prompt, text in zip(settings.prompts, texts, strict=True):

@@ -147,7 +147,7 @@ def build_state(
     if run.resume == "never" and world.is_main:
         set_aside(job.output)
     root = job.output / "checkpoints"
-    store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.background, world.checkpoint)
+    store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.async_save, world.checkpoint)
     copies = _memory_checkpoints(run, world, root)
     start = find_start(run.resume, root, copies, world.control)
     position = _resume(job, world, sharded, optimizer, start, say)
@@ -162,7 +162,7 @@ def build_state(
 
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
     update = Update(
-        sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, settle, context.after_step
+        sharded, optimizer, scaler, run.train.max_grad_norm, eager_share(run), accumulates, settle, context.after_step
     )  # fmt: skip
     loader = job.loader()
     with as_written(run.compiled):

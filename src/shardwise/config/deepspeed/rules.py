@@ -39,8 +39,8 @@ def count(plan: PartialTranslation, key: str, value: Any) -> int:
 def clip(plan: PartialTranslation, key: str, value: Any) -> str:
     """0 is DeepSpeed's way to say: do not clip."""
     if value == "auto":
-        return plan.auto("train.clip")
-    return plan.put(key, "train.clip", plan.number(key, value) or None)
+        return plan.auto("train.max_grad_norm")
+    return plan.put(key, "train.max_grad_norm", plan.number(key, value) or None)
 
 
 def steps_per_print(plan: PartialTranslation, key: str, value: Any) -> str:
@@ -68,13 +68,13 @@ def only(*fine: Any, why: str, remedy: str) -> Rule:
 def reduced_in(plan: PartialTranslation, key: str, value: Any) -> str:
     """null is DeepSpeed's way to say: as gradients are; here they are fp32."""
     if value is None:
-        return NoEffect("null leaves it to parallel.reduce")
+        return NoEffect("null leaves it to parallel.reduce_dtype")
     if value == "auto":
-        return plan.auto("parallel.reduce")
+        return plan.auto("parallel.reduce_dtype")
     ours = {"fp32": "fp32", "bfp16": "bf16", "bf16": "bf16"}.get(value)
     if ours is None:
         raise plan.mistake(key, value, "gradients travel in fp32 or bf16", "use fp32 or bfp16")
-    return plan.put(key, "parallel.reduce", ours)
+    return plan.put(key, "parallel.reduce_dtype", ours)
 
 
 # Precision
@@ -391,13 +391,13 @@ def bucket(plan: PartialTranslation, key: str, value: Any) -> str:
     return f"{plan.put(key, 'parallel.bucket', size)} ({elements:,} elements of {REDUCE_BYTES} bytes)"
 
 
-def secondary_shard(plan: PartialTranslation, key: str, value: Any) -> str:
+def hpz_size(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
-        return plan.auto("parallel.secondary_shard")
+        return plan.auto("parallel.hpz_size")
     size = plan.whole(key, value)
     if size > 1 and int(plan.now("parallel.zero")) != 3:
         return NoEffect("hpZ is of stage 3; DeepSpeed leaves it out at other stages too")
-    return plan.put(key, "parallel.secondary_shard", size if size > 1 else None)
+    return plan.put(key, "parallel.hpz_size", size if size > 1 else None)
 
 
 def quantize(target: str) -> Rule:
@@ -417,20 +417,20 @@ def quantize(target: str) -> Rule:
 def loco(plan: PartialTranslation, key: str, value: Any) -> str:
     """LoCo's error feedback is ours, which has nothing to set."""
     if value in (None, "auto") or value == {}:
-        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.gradient_feedback: false")
+        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.error_feedback: false")
     if not isinstance(value, dict) or (unknown := sorted(set(value) - {"err_beta", "reset_T"})):
         what = f"has no {unknown[0]}" if isinstance(value, dict) else "is not a block"
         raise plan.mistake(key, value, what, 'write e.g. {"err_beta": 0.8, "reset_T": 1024}')
     if not plan.now("parallel.quantize_gradients"):
         return NoEffect("goes with zero_quantized_gradients, which are off")
     idle = "what is lost is added whole, and dropped at each checkpoint"
-    return f"{plan.put(key, 'parallel.gradient_feedback', True)}; {' and '.join(value)} without effect: {idle}"
+    return f"{plan.put(key, 'parallel.error_feedback', True)}; {' and '.join(value)} without effect: {idle}"
 
 
 def mics(plan: PartialTranslation, key: str, value: Any) -> str:
     """MiCS is hybrid sharding; below 1 it is off."""
     size = int(plan.number(key, value, -1))
-    return plan.put(key, "parallel.shard", size) if size > 0 else NoEffect("off")
+    return plan.put(key, "parallel.dp_shard_size", size) if size > 0 else NoEffect("off")
 
 
 # Activations and reports

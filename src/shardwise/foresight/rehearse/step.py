@@ -155,7 +155,7 @@ def set_up(
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
     update = Update(
-        sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, then=context.after_step
+        sharded, optimizer, scaler, run.train.max_grad_norm, eager_share(run), accumulates, then=context.after_step
     )  # fmt: skip
     return StepState(sharded, context, objective, scaler, update, world, _OneSource()), optimizer
 

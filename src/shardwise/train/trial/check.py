@@ -48,7 +48,10 @@ def small_run(run: Run) -> tuple[Run, int]:
     inner = 2 ** len([name for name in small if name != "expert"])
     expert_alone = "expert" in small and not {"tensor", "context"} & small.keys()
     if "pipeline" in small:
-        small |= {"schedule": parallel.schedule, "chunks": parallel.chunks and 2}
+        small |= {
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "virtual_stages": parallel.virtual_stages and 2,
+        }
     if "context" in small:
         small |= {"context_kind": parallel.context_kind}
     changes: dict[str, Any] = {
@@ -56,13 +59,13 @@ def small_run(run: Run) -> tuple[Run, int]:
         "precision": "fp32",
         "method": _small_method(run),
         "freeze": (),
-        "train": run.train.model_copy(update={"masters": "fp32", "in_backward": False}),
+        "train": run.train.model_copy(update={"master_weights": "fp32", "optimizer_in_backward": False}),
         "recompute": "full" if run.recompute == "full" else "none",
         "recompute_blocks": None,
         "recompute_group": 1,
         "recompute_attention": True,
         "compile": False,
-        "tile": None if run.tile is None else TILE,
+        "tiled_mlp": None if run.tiled_mlp is None else TILE,
         "router": run.router.model_copy(update={"balance": "document"}),
         "fp8": Fp8(),
         "offload": Offload(),
@@ -146,7 +149,7 @@ def _key(case: TinyCase, small: Run) -> str:
 
     config = case.config
     told = [FORMAT, type(config).__module__, config.to_json_string(), case.task]
-    names = {"parallel", "method", "recompute", "tile", "router", "experts", "attention"}
+    names = {"parallel", "method", "recompute", "tiled_mlp", "router", "experts", "attention"}
     told += [small.model_dump_json(include=names)]
     told += [str(case.router), torch.__version__, transformers.__version__, shardwise.__version__]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
