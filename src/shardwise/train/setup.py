@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
 from shardwise.checkpoint.copies import MemoryCheckpoints, NoMemoryCheckpoints
 from shardwise.checkpoint.store import CheckpointStore, set_aside
 from shardwise.config.methods import Full
 from shardwise.config.schema import Run
+from shardwise.core.compat.torch_private import checkpoint as recompute
 from shardwise.core.dtypes import COMPUTE
 from shardwise.core.effective_device import as_written, compiled
 from shardwise.core.errors import UserError

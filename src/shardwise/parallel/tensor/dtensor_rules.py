@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
+
+from shardwise.core.compat.torch_private import DTensorSpec
 
 WHOLE = {  # by how many tensors they return
     "log_sigmoid_forward": 2, "log_sigmoid_backward": 1, "avg_pool2d": 1, "avg_pool2d_backward": 1,
