@@ -17,12 +17,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch._C._distributed_c10d import HashStore as HashStore  # a store for a group of one process, without a port
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # rehearsals compute on these
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # real values within one
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator
 from torch.utils._pytree import keystr as keystr  # nested arguments and outputs of modules
 from torch.utils._pytree import register_pytree_node as register_pytree_node
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_cache_dir
     from torch.distributed._composable import checkpoint as checkpoint  # type: ignore[attr-defined]
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+    from torch.distributed.checkpoint.utils import _DistWrapper
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
@@ -52,6 +56,13 @@ if TYPE_CHECKING:
     )
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils._triton import has_triton as has_triton
+
+    DistWrapper = _DistWrapper
+    StorageInfo = _StorageInfo
+
+functorch_config: Any = torch._functorch.config  # what the compiler recomputes in backward
+resolve_process_group = _resolve_process_group  # a group by its name, which operators are given
+ConvNd = _ConvNd  # convolutions of any number of dimensions
 
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 
