@@ -236,6 +236,14 @@ def implicit_replication() -> Iterator[None]:
         dispatcher._allow_implicit_replication = before
 
 
+def set_dtensor_handler(operator: Any, handler: Callable[[Any, Any, Any], Any]) -> None:
+    """Has DTensor call `handler(operator, args, kwargs)` in the place of a rule for an operator."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers[operator] = handler
+
+
 # FSDP. A state belongs to modules that are sharded together; its groups are what is gathered together.
 
 
