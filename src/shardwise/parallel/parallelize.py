@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 
 from shardwise.config.schema import Run
+from shardwise.core.compat.torch_private import checkpoint as recompute
 from shardwise.core.dtypes import COMPUTE
 from shardwise.core.effective_device import compiled
 from shardwise.distributed.mesh import World

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from shardwise.config.schema import Run
+from shardwise.core.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from shardwise.core.effective_device import acting
 from shardwise.data.documents import Documents
 from shardwise.data.loader import StepBatch

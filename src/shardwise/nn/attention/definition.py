@@ -21,6 +21,7 @@ import torch
 
 from shardwise.config.objectives import Task
 from shardwise.core.cache import cache_root
+from shardwise.core.compat.hf_private import attention_of
 from shardwise.core.labels import IGNORE
 from shardwise.data.documents import Documents
 from shardwise.nn.attention.document_mask import RowsMask
@@ -167,7 +168,7 @@ def path_for(source: ModelSource, rows: Rows, documents: bool = True) -> Attenti
 def set_path(model: Any, task: Task) -> None:
     """Sets the attention of a model that was loaded to be used, as `path_for` finds it for rows with padding."""
     register()
-    if model.config._attn_implementation in ("sdpa", "eager"):
+    if attention_of(model.config) in ("sdpa", "eager"):
         path = path_for(ModelSource("", model.config, None, "", task=task), "padded")
         if path.implementation:
             set_attention(model, path.implementation)
