@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import parity
+from support import mutations, parity
 from support.parity import Trained, the_run
 from support.ranks import run_ranks
 from support.tiny import tokenizer_folder
@@ -140,3 +140,30 @@ def test_hpz_changes_no_bit(variants: dict[str, Trained]) -> None:
     plain, ours = variants["zero-3 fp32"], variants["hpZ"]
     assert ours[:2] == plain[:2]
     assert all(torch.equal(ours[2][name], plain[2][name]) for name in plain[2])
+
+
+@pytest.fixture(scope="module")
+def mutants(shared: Path, cpu_precision_env: dict[str, str]) -> dict[str, dict[str, Trained]]:
+    runs = {
+        mutation.__name__: {name: the_run(shared, f"{mutation.__name__} {name}", **VARIANTS[name]) for name in names}
+        for mutation, names in mutations.MUTATIONS.items()
+    }
+    return run_ranks(mutations.train_mutated, 4, runs, env=cpu_precision_env, timeout=900)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutation", "name"), [(m.__name__, name) for m, names in mutations.MUTATIONS.items() for name in names]
+)
+def test_a_broken_core_line_is_noticed(
+    mutation: str,
+    name: str,
+    mutants: dict[str, dict[str, Trained]],
+    references: tuple[dict[str, Trained], dict[str, Trained]],
+) -> None:
+    """Against plain PyTorch, by twice the bounds: one of the two tests above fails with such a line in the source."""
+    settings = VARIANTS[name]
+    precision = settings.get("precision", "fp32")
+    difference = differences(mutants[mutation][name], references[1][reference_of(settings).replace(precision, "fp32")])
+    print(f"\n{mutation} in {name}: {difference}")
+    assert not within(difference, Bounds(*(2 * bound for bound in BOUNDS[precision])))
