@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
 BOUNDS = {"fp32": Bounds(1e-5, 2e-6, 2e-5), "bf16": Bounds(2e-3, 5e-3, 2e-2), "fp16": Bounds(2e-4, 1e-3, 1e-2)}
 
 STAGES = {f"zero-{stage}": {"parallel__zero": stage} for stage in range(4)}
-HYBRID = {f"hybrid-{stage}": {"parallel__zero": stage, "parallel__shard": 2} for stage in (1, 2, 3)}
+HYBRID = {f"hybrid-{stage}": {"parallel__zero": stage, "parallel__dp_shard_size": 2} for stage in (1, 2, 3)}
 TENSOR, PIPELINE, CONTEXT, EXPERT = ({f"parallel__{a}": 2} for a in ("tensor", "pipeline", "context", "expert"))
 ULYSSES = CONTEXT | {"parallel__context_kind": "ulysses"}
 SGD = {"train__optimizer": "sgd", "train__learning_rate": 0.3, "train__weight_decay": 0.0}
@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for layout, settings in (STAGES | HYBRID).items()
         for precision in BOUNDS
     },
-    "hpZ": STAGES["zero-3"] | {"parallel__secondary_shard": 2},
+    "hpZ": STAGES["zero-3"] | {"parallel__hpz_size": 2},
     "rows by twos": STAGES["zero-3"] | {"train__micro_batch_size": 2},
     "recomputed": STAGES["zero-3"] | {"recompute": "full"},
     "sgd zero-2": STAGES["zero-2"] | SGD,
@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tensor": TENSOR | STAGES["zero-3"],
     "pipeline": PIPELINE | STAGES["zero-2"],
     "pipeline bf16": PIPELINE | STAGES["zero-1"] | {"precision": "bf16"},
-    "interleaved": DEEP | PIPELINE | STAGES["zero-1"] | {"parallel__schedule": "interleaved"},
+    "interleaved": DEEP | PIPELINE | STAGES["zero-1"] | {"parallel__pipeline_schedule": "interleaved"},
     "ring": CONTEXT | STAGES["zero-3"],
     "ring bf16": CONTEXT | STAGES["zero-2"] | {"precision": "bf16"},
     "ring hybrid": CONTEXT | HYBRID["hybrid-2"],

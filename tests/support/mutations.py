@@ -62,19 +62,19 @@ def lost_last_micro_batch() -> AbstractContextManager[Any]:
 def stale_gather() -> Iterator[None]:
     """Stages 1 and 2 compute with the parameters that were gathered before the update."""
     from shardwise.parallel.zero.stages import ShardedModel
-    from shardwise.train import loop
+    from shardwise.train import session
 
-    plain, plain_save = ShardedModel.prepare_micro_batch, loop.save
+    plain, plain_save = ShardedModel.prepare_micro_batch, session.save
 
     def prepare(self: Any, last: bool) -> None:
         plain(self, last)
         self.model.set_reshard_after_backward(False)
 
-    def save(parts: Any) -> None:
-        parts.sharded.reshard()  # a checkpoint of gathered parameters would crash
-        plain_save(parts)
+    def save(state: Any) -> None:
+        state.sharded.reshard()  # a checkpoint of gathered parameters would crash
+        plain_save(state)
 
-    with mock.patch.object(ShardedModel, "prepare_micro_batch", prepare), mock.patch.object(loop, "save", save):
+    with mock.patch.object(ShardedModel, "prepare_micro_batch", prepare), mock.patch.object(session, "save", save):
         yield
 
 

@@ -25,7 +25,7 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "shardwise.foresight.prepare",
-    "shardwise.parallel.apply",
+    "shardwise.parallel.parallelize",
     "shardwise.train.engine",
     "shardwise.train.loop",
     "support.scenarios",
