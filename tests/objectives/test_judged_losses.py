@@ -68,7 +68,9 @@ def kto(mine: list[Any], theirs: list[Any], settings: Kto) -> torch.Tensor:
     for document, (p, _), (q, _) in zip(KTO_DOCUMENTS, mine, theirs, strict=True):
         reward = settings.beta * (p - q)
         total = total + (
-            settings.desirable * (1 - sigmoid(reward)) if document[0] else settings.undesirable * (1 - sigmoid(-reward))
+            settings.desirable_weight * (1 - sigmoid(reward))
+            if document[0]
+            else settings.undesirable_weight * (1 - sigmoid(-reward))
         )
     return total
 

@@ -36,7 +36,7 @@ def test_the_scale_is_deepspeed_s(case: dict[str, Any]) -> None:
         initial=given["init_scale"],
         growth_interval=given["scale_window"],
         hysteresis=given["delayed_shift"],
-        refill=given["consecutive_hysteresis"],
+        consecutive_hysteresis=given["consecutive_hysteresis"],
         minimum=given["min_scale"],
     )
     scaler = LossScaler("cpu", settings, enabled=True)
