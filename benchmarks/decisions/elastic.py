@@ -106,8 +106,11 @@ def main() -> None:
             results["noticed"] = (wait("failed", folder, 0, cut) or 0) - cut
             results["two ranks run"] = (wait("world 2", folder, 0, cut) or 0) - cut
             print(json.dumps(results), flush=True)
-            time.sleep(5)
+            time.sleep(20)
             hosts[2].mend()
+            results["agent of the host that was cut off, exit code"] = agents[2].poll()
+            if agents[2].poll() is not None:  # as a scheduler would
+                agents[2] = agent(hosts[2], 2, hosts[0], options, folder)
             back = time.time()
             told = wait("SIGTERM", folder, 0, back, 180)
             results["asked to stop after it came back"] = told and told - back
@@ -115,7 +118,6 @@ def main() -> None:
             results["saved"] = saved and saved - told
             again = told and wait("world 3", folder, 0, told, 120)
             results["three ranks run"] = again and again - told
-            results["third agent, exit code"] = agents[2].poll()
             print(json.dumps(results), flush=True)
             agents[0].kill()  # the host of the rendezvous
             killed = time.time()

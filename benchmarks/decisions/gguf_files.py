@@ -3,9 +3,9 @@
     git clone https://github.com/ggml-org/llama.cpp
     PYTHONPATH=src:tests python benchmarks/decisions/gguf_files.py llama.cpp/convert_hf_to_gguf.py OUT.json
 
-Tiny models of every family with random weights, and SmolLM2-135M-Instruct, each written in fp32 by both. Tiny models
-carry SmolLM2's tokenizer, since llama.cpp's converter knows tokenizers by a hash; with `--own-tokenizer` they carry one
-that was trained on the spot, as a model from scratch does.
+SmolLM2-135M-Instruct and tiny models of every family with random weights, each written in fp32 by both. Tiny models have
+a tokenizer that was trained on the spot, as a model from scratch does; llama.cpp's converter knows tokenizers by a hash and
+refuses it, so the table's tensors are compared with that one answer supplied ("gpt-2").
 """
 
 from __future__ import annotations
@@ -110,20 +110,12 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def folder_of(root: Path, name: str, own_tokenizer: bool) -> Path:
-    """A model's folder, with SmolLM2's tokenizer unless its own is wanted."""
-    from support import gguf_models
+def name_tokenizer(converter: str, pre: str) -> None:
+    """Has llama.cpp's converter take every tokenizer for one that it knows."""
+    sys.path.insert(0, str(Path(converter).parent))
+    from conversion import base
 
-    from shardwise.config.schema import Model
-    from shardwise.nn.models.source import find_model
-
-    if not own_tokenizer:
-        values = gguf_models.MODELS[name]
-        gguf_models.MODELS[name] = dict(values, vocab_size=49152)
-    folder = gguf_models.family_folder(root, name)
-    if not own_tokenizer:
-        find_model(Model(name=SMOL)).load_tokenizer().save_pretrained(folder)
-    return folder
+    base.TextModel.get_vocab_base_pre = lambda self, tokenizer: pre
 
 
 def main() -> None:
@@ -131,11 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("converter")
     parser.add_argument("output")
-    parser.add_argument("--own-tokenizer", action="store_true")
     parser.add_argument("--only", nargs="*")
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(options.converter).parent))
-    from support.gguf_models import MODELS
+    from support.gguf_models import MODELS, family_folder
 
     from shardwise.config.schema import Model
     from shardwise.nn.models.source import find_model
@@ -144,9 +134,12 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
+        own = str(family_folder(root, "llama"))
+        print("a tokenizer of one's own:", here(lambda: convert(options.converter, own, str(root / "own.gguf"))), flush=True)
+        name_tokenizer(options.converter, "gpt-2")
         for name in options.only or [SMOL, *MODELS]:
             real = name == SMOL
-            folder = Path(str(find_model(Model(name=SMOL)).weights)) if real else folder_of(root, name, options.own_tokenizer)
+            folder = Path(str(find_model(Model(name=SMOL)).weights)) if real else family_folder(root, name)
             ours, theirs = root / f"{name}-ours.gguf", root / f"{name}-theirs.gguf"
             if real:
                 mine = [sys.executable, __file__, "--write", str(folder), str(ours)]
