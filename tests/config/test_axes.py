@@ -63,7 +63,7 @@ def test_what_fits_is_taken() -> None:
 
 
 def test_settings_without_their_axis() -> None:
-    for parallel in ({"schedule": "gpipe"}, {"context_kind": "ulysses"}, {"pipeline": 2, "chunks": 2}):
+    for parallel in ({"pipeline_schedule": "gpipe"}, {"context_kind": "ulysses"}, {"pipeline": 2, "virtual_stages": 2}):
         with pytest.raises(Exception, match=r"pipeline|context|chunks"):
             the_run(**parallel)
 

@@ -69,7 +69,7 @@ def refused(settings: dict[str, Any], folder: Path) -> UserError | None:
 @pytest.mark.parametrize("rule", REFUSALS, ids=rule_name)
 def test_each_refusal_is_told(rule: CombinationRule, tmp_path: Path) -> None:
     """Every choice of one feature per side, by the rule's own words, field and remedy."""
-    words = re.sub(r"\\{[a-z.\\]+\\}", ".+", re.escape(rule.why)) + (r" \(at .+\)" if rule.section else "")
+    words = re.sub(r"\\{[a-z_.\\]+\\}", ".+", re.escape(rule.why)) + (r" \(at .+\)" if rule.section else "")
     for features in product(*rule.sides):
         # What a feature needs may be refused before the feature is: then it is tried without.
         said: list[str] = []

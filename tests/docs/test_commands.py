@@ -48,7 +48,7 @@ NOT_RUN = {
     "python score_de_en.py": "what it reads is downloaded first",
     "python -m shardwise.deepspeed.zero_to_fp32": "tests/deepspeed_api/test_checkpoint.py runs it on a checkpoint",
     "python benchmarks/": "minutes of a GPU or of the machine to itself",
-    "MEET_TOKEN=… shardwise train": "a meeting point on another host; tests/diloco has one here",
+    "DILOCO_TOKEN=… shardwise train": "a sync server on another host; tests/diloco has one here",
 }
 QUICK = (  # run in the default set; the others with the slow ones
     "shardwise recipes", "shardwise config run.yaml",

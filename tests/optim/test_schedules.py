@@ -35,7 +35,7 @@ def test_linear() -> None:
 
 
 def test_constant() -> None:
-    assert rates(100, schedule="constant", warmup=0, final_learning_rate=0.1) == [1.0] * 100
+    assert rates(100, schedule="constant", warmup=0, min_lr_ratio=0.1) == [1.0] * 100
 
 
 def test_wsd() -> None:
@@ -63,11 +63,11 @@ def test_warm_up(schedule: str) -> None:
 def test_final_learning_rate(schedule: str) -> None:
     """The curve that would end at zero, squeezed so that it ends at the share; at a share of 1 it is flat."""
     plain = rates(1000, schedule=schedule, warmup=10)
-    raised = rates(1000, schedule=schedule, warmup=10, final_learning_rate="10%")
+    raised = rates(1000, schedule=schedule, warmup=10, min_lr_ratio="10%")
     assert raised[:10] == plain[:10], "the warm-up begins at zero all the same"
     assert raised[10:] == pytest.approx([0.1 + 0.9 * rate for rate in plain[10:]])
     assert 0.1 < raised[-1] < 0.106
-    assert rates(1000, schedule=schedule, warmup=0, final_learning_rate=1.0) == pytest.approx([1.0] * 1000)
+    assert rates(1000, schedule=schedule, warmup=0, min_lr_ratio=1.0) == pytest.approx([1.0] * 1000)
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 100])

@@ -21,8 +21,8 @@ ROUTERS: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
-    "fp8": {"precision": "bf16", "fp8": {"recipe": "tensorwise", "least": 16}},
-    "fp8 by rows": {"precision": "bf16", "fp8": {"recipe": "rowwise", "least": 16}},
+    "fp8": {"precision": "bf16", "fp8": {"recipe": "tensorwise", "min_features": 16}},
+    "fp8 by rows": {"precision": "bf16", "fp8": {"recipe": "rowwise", "min_features": 16}},
     "lora": {"method": "lora"},
     "dora": {"method": {"type": "lora", "dora": True}},
     "ia3": {"method": "ia3"},

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from shardwise.cli.renamed import RenamedCommand
 from shardwise.core.errors import Interrupted, RunFailed, UserError, apart
 
 app = typer.Typer(
@@ -175,8 +176,8 @@ def launch(
         list[str] | None, typer.Option(help="Of the script, before the start; #SBATCH … too. Repeatable.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="The job's name; default: the output folder's.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of Ray's dashboard; for ssh: where the hosts meet.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where the hosts meet.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of Ray's dashboard; for ssh: the rendezvous host.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Rendezvous port.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
     grace: Annotated[str, typer.Option(metavar="TIME", help=GRACE)] = "5min",
 ) -> None:
@@ -218,16 +219,16 @@ def _given_options(context: typer.Context, *excluded: str) -> list[str]:
     return names
 
 
-@app.command(epilog=_examples(
-    "shardwise node run.yaml --hosts 2 --meet node-1:29400   # the same on both hosts",
-    "shardwise node run.yaml --hosts 6:8 --meet node-1:29400 --restarts 10 train.batch_size=1680",
+@app.command(cls=RenamedCommand, epilog=_examples(
+    "shardwise node run.yaml --hosts 2 --rendezvous node-1:29400   # the same on both hosts",
+    "shardwise node run.yaml --hosts 6:8 --rendezvous node-1:29400 --restarts 10 train.batch_size=1680",
 ))  # fmt: skip
 def node(
     run_file: RunFile,
     overrides: Overrides = None,
     hosts: Annotated[str, typer.Option(metavar="N[:M]", help="Hosts to train on; 2:4 = at least 2, at most 4.")] = "1",
-    meet: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the hosts, with a free port.")
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Rendezvous endpoint: one of the hosts, with a free port.")
     ] = "127.0.0.1:29400",
     ranks: Annotated[int | None, typer.Option(min=1, help="Of this host; default: the run's, or one per GPU.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
@@ -242,7 +243,9 @@ def node(
         str, typer.Option(metavar="TIME", help="How long to wait for enough hosts, e.g. 30s, 10min or 2h.")
     ] = "30min",
     name: Annotated[str | None, typer.Option(help="This host's name in logs.")] = None,
-    id_: Annotated[str | None, typer.Option("--id", help="Keeps runs apart that meet at one place.")] = None,
+    id_: Annotated[
+        str | None, typer.Option("--id", help="Run id: separates runs that share a rendezvous endpoint.")
+    ] = None,
     withdraw: Annotated[
         bool, typer.Option("--withdraw", help="SIGTERM takes this host out, and the others go on; default: all end.")
     ] = False,
@@ -260,7 +263,8 @@ def node(
     from shardwise.launch.submission import parse_seconds
 
     options = NodeOptions(
-        hosts, meet, ranks, restarts, parse_seconds("--grace", grace, 1), parse_seconds("--patience", patience, 3),
+        hosts, rendezvous, ranks, restarts,
+        parse_seconds("--grace", grace, 1), parse_seconds("--patience", patience, 3),
         None if last_call is None else parse_seconds("--last-call", last_call), parse_seconds("--wait", wait, 1),
         name, id_, listen, withdraw, token_file,
     )  # fmt: skip
@@ -312,6 +316,7 @@ def config(
     loaded = load_run(run_file, overrides or ())
     result = resolve_machine(loaded.run)
     if as_json:
+        loaded.print_notes()
         print(result.run.model_dump_json(indent=1))
         return
     from shardwise.train.describe import print_config
@@ -363,6 +368,7 @@ def data(
         if as_json:
             print_failure(apart(error))
         raise
+    loaded.print_notes()
     raise typer.Exit(show_data(loaded.run, run_file.name, rows, row or [], html, as_json))
 
 
@@ -551,42 +557,46 @@ def serve(
     ))  # fmt: skip
 
 
-@app.command(epilog=_examples(
-    "shardwise meet   # DiLoCo on loopback; workers say apart: 127.0.0.1:29400",
-    "shardwise meet --dtype int8 --wait 5min --least 2   # a slow link, slow workers",
-    "shardwise meet --method fedavg --state out/clinics   # every worker counts by the tokens it learned",
-    "MY_TOKEN=… shardwise meet --host 0.0.0.0 --token-env MY_TOKEN",
+@app.command("meet", cls=RenamedCommand, hidden=True)
+@app.command("diloco-server", cls=RenamedCommand, epilog=_examples(
+    "shardwise diloco-server   # on loopback; in each worker's RUN.yaml: diloco: 127.0.0.1:29400",
+    "shardwise diloco-server --dtype int8 --wait 5min --min-workers 2   # a slow link, slow workers",
+    "shardwise diloco-server --method fedavg --state out/clinics   # workers are weighted by their tokens",
+    "MY_TOKEN=… shardwise diloco-server --host 0.0.0.0 --token-env MY_TOKEN",
 ))  # fmt: skip
-def meet(
+def diloco_server(
     host: Annotated[str, typer.Option(help="Address to listen at; elsewhere than here needs a token or --open.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 29400,
-    state: Annotated[Path, typer.Option(metavar="FOLDER", help="What is kept; go on from it.")] = Path("out/meet"),
+    state: Annotated[Path, typer.Option(metavar="FOLDER", help="State; a restart resumes from it.")] = Path(
+        "out/diloco"
+    ),
     method: Annotated[str, typer.Option(help="diloco (nesterov, 0.7, 0.9) or fedavg (sgd, 1, 0, by tokens).")] = (
         "diloco"
     ),
-    outer: Annotated[str | None, typer.Option(help="The outer optimizer: nesterov or sgd.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Its learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
+    outer_optimizer: Annotated[str | None, typer.Option(help="The outer optimizer: nesterov or sgd.")] = None,
+    outer_lr: Annotated[float | None, typer.Option(help="Its learning rate.")] = None,
+    outer_momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
     weight: Annotated[str | None, typer.Option(help="How workers count in the mean: equal or tokens.")] = None,
     dtype: Annotated[str, typer.Option(help="On the wire, both ways: fp32, bf16, int8, int4 or int2.")] = "fp32",
     wait: Annotated[str, typer.Option(help="How long a round waits for the others after the first came.")] = "60s",
-    least: Annotated[int, typer.Option(min=1, help="Workers without which no round ends.")] = 1,
+    min_workers: Annotated[int, typer.Option(min=1, help="A round waits for at least so many workers.")] = 1,
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the token that workers must show.")
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Listen elsewhere than here without a token.")] = False,
 ) -> None:
-    """Run the meeting point of workers that train apart (DiLoCo, FedAvg): runs with `apart:` in their RUN.yaml.
+    """Run the sync server of DiLoCo or FedAvg workers: runs with `diloco:` in their RUN.yaml.
 
-    It holds the global parameters and no data. Kill it and start it again as you like: it goes on.
+    It holds the global parameters and no data. It can be killed and restarted at any time: it resumes.
     """
     from shardwise.diloco.command import SyncServerOptions
-    from shardwise.diloco.command import meet as run_meeting
+    from shardwise.diloco.command import meet as run_server
 
-    run_meeting(SyncServerOptions(
-        host, port, state, method, outer, rate, momentum, weight, dtype, wait, least, token_env, open_,
+    run_server(SyncServerOptions(
+        host, port, state, method, outer_optimizer, outer_lr, outer_momentum, weight, dtype, wait, min_workers,
+        token_env, open_,
     ))  # fmt: skip
 
 
@@ -930,8 +940,7 @@ def _should_report(error: Exception) -> bool:
     """Whether this process prints a failure: under torchrun all ranks of a host mostly have the same one.
 
     The first rank prints it. torchrun ends all ranks as soon as one has exited, so the others wait for the first to
-    print
-    and for their own end. A rank that is still alive after that has a failure of its own.
+    print and for their own end. A rank that is still alive after that has a failure of its own.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         return True

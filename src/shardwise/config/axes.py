@@ -82,7 +82,9 @@ def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
             raise UserError(
                 "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(experts, parallel.expert)}"
             )
-    stages = parallel.pipeline * ((parallel.chunks or 2) if parallel.schedule in ("interleaved", "zbv") else 1)
+    stages = parallel.pipeline * (
+        (parallel.virtual_stages or 2) if parallel.pipeline_schedule in ("interleaved", "zbv") else 1
+    )
     if config.is_encoder_decoder and layers:
         layers += first_of(config, ("encoder_layers", "num_layers")) or 0
     if parallel.pipeline > 1 and layers and stages > layers:

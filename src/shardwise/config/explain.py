@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardwise.config.methods import METHODS
 from shardwise.config.objectives import OBJECTIVES
+from shardwise.config.renamed import RENAMED
 from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
 from shardwise.config.section import Clash
 from shardwise.core.errors import UserError, together
@@ -28,9 +29,16 @@ _ELSEWHERE = {
     "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.batch_size",
-    "max_grad_norm": "train.clip",
-    "gradient_clipping": "train.clip",
-    "gradient_checkpointing": "recompute",
+    "gradient_clipping": "train.max_grad_norm",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "train.eval_every",
+    "logging_steps": "log.every",
+    "report_to": "log.trackers",
+    "resume_from_checkpoint": "resume",
+    "nproc_per_node": "ranks",
+    "early_stopping_patience": "train.early_stopping.patience",
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint"), "recompute"),
     "bf16": "precision",
     "fp16": "precision",
     "stage": "parallel.zero",
@@ -54,11 +62,18 @@ _ELSEWHERE = {
     "lora_dropout": "method.dropout",
     "use_rslora": "method.rslora",
     "use_dora": "method.dora",
-    "target_modules": "method.targets",
-    "lora_target_modules": "method.targets",
-    "lora_target_linear": "method.targets",
-    "modules_to_save": "method.also",
-    "lora_modules_to_save": "method.also",
+    "target_modules": "method.target_modules",
+    "lora_target_modules": "method.target_modules",
+    "lora_target_linear": "method.target_modules",
+    "modules_to_save": "method.modules_to_save",
+    "lora_modules_to_save": "method.modules_to_save",
+    "train_on_inputs": "data.loss_on",
+    "assistant_only_loss": "data.loss_on",
+    "excess_length_strategy": "data.over_length",
+    "zero_hpz_partition_size": "parallel.hpz_size",
+    "zero_quantized_weights": "parallel.quantize_weights",
+    "zero_quantized_gradients": "parallel.quantize_gradients",
+    **dict.fromkeys(("data_parallel_shard_degree", "dp_shard", "mics_shard_size"), "parallel.dp_shard_size"),
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size", "sp"), "parallel.tensor"),
     **dict.fromkeys(("cp", "context_parallel", "context_parallel_size", "sequence_parallel"), "parallel.context"),
     **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_model_parallel_size", "pp_degree"), "parallel.pipeline"),
@@ -255,7 +270,7 @@ def _nearest(loc: tuple[int | str, ...]) -> str:
     known = _keys_at(loc[:-1])
     if others := [kind for kind, fields in _KINDS.get(section, {}).items() if key in fields.model_fields]:
         return f"{key} is a setting of {' and '.join(others)}; {loc[-2]} takes {', '.join(known)}"
-    leaves = _ELSEWHERE if section in _KINDS else _leaves() | _ELSEWHERE
+    leaves = _ELSEWHERE if section in _KINDS else _old_leaves() | _leaves() | _ELSEWHERE
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if key in leaves:
         suggestion = leaves[key]
@@ -274,6 +289,11 @@ def _leaves() -> dict[str, str]:
         for key in getattr(_section_in(info.annotation), "model_fields", {})
     ]
     return {path.rpartition(".")[2]: path for path in reversed([*Run.model_fields, *paths])}
+
+
+def _old_leaves() -> dict[str, str]:
+    """Old names of renamed settings, for those who write them in another section."""
+    return {old.rpartition(".")[2]: new for old, new in RENAMED.items()}
 
 
 def _fields_along(loc: tuple[int | str, ...]) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from shardwise.config.explain import explain, near_file, section_names, takes_text
+from shardwise.config.renamed import both_given, new_path, rename, rename_override
 from shardwise.config.schema import Run
 from shardwise.core.bounded_yaml import BoundedLoader
 from shardwise.core.errors import UserError
@@ -27,11 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A validated run, the origin of each value, and the account of a DeepSpeed config's keys."""
+    """A validated run, the origin of each value, and the account of a DeepSpeed config's keys.
+
+    `notes`: one for each setting that was given under its old name.
+    """
 
     run: Run
     origin: dict[str, str] = field(default_factory=dict)
     account: tuple[KeyAccount, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def origin_of(self, path: str) -> str:
         """Origin of the value at a dotted path, also through short forms such as `train: chat.jsonl`."""
@@ -43,21 +49,26 @@ class LoadedRun:
                 return self.origin[path]
         return "default"
 
+    def print_notes(self) -> None:
+        """Prints the notes to standard error, apart from what a command prints for programs."""
+        for note in self.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+
 
 def load_run(source: str | Path | dict[str, Any] | Run, overrides: list[str] | tuple[str, ...] = ()) -> LoadedRun:
     """Loads and validates a run with overrides; raises UserError with field, value and remedy."""
-    values, origin, base = read_values(source, overrides)
+    values, origin, base, notes = read_values(source, overrides)
     account = _merge_deepspeed(values, origin)
     try:
-        return LoadedRun(Run.model_validate(values), origin, account)
+        return LoadedRun(Run.model_validate(values), origin, account, notes)
     except ValidationError as error:
         raise explain(error, origin, base) from None
 
 
 def read_values(
     source: str | Path | dict[str, Any] | Run, overrides: list[str] | tuple[str, ...] = ()
-) -> tuple[dict[str, Any], dict[str, str], str]:
-    """Values of file and overrides before validation, the origin of each, and a name for the source."""
+) -> tuple[dict[str, Any], dict[str, str], str, tuple[str, ...]]:
+    """Values of file and overrides before validation, the origin of each, a name for the source, notes on old names."""
     if isinstance(source, Run):
         source = source.model_dump(exclude_unset=True)
     origin: dict[str, str] = {}
@@ -68,15 +79,17 @@ def read_values(
     else:
         values = _read_yaml(Path(source), origin)
         base = str(source)
+    notes = rename(values, origin)
     if isinstance(values.get("model"), str):
         values["model"] = {"name": values["model"]}
         origin["model.name"] = origin.get("model", "given")
+    spelled: dict[str, str] = {}  # today's name of each override: as it was written
     for override in overrides:
-        _override(values, override, origin)
+        notes += _override(values, override, origin, spelled)
     for name in section_names():  # a section with every line commented out is null: its defaults are meant
         if name in values and values[name] is None:
             del values[name]
-    return values, origin, base
+    return values, origin, base, tuple(dict.fromkeys(notes))
 
 
 def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[KeyAccount, ...]:
@@ -95,7 +108,7 @@ def from_deepspeed(file: Path, source: Path | None = None, overrides: list[str] 
     """The RUN.yaml equivalent to a DeepSpeed config, merged with a run if given; verified to load."""
     from shardwise.config.deepspeed import as_yaml, read_config, translate
 
-    values, _, _ = read_values({} if source is None else source, overrides)
+    values, _, _, _ = read_values({} if source is None else source, overrides)
     translation = translate(read_config(file), ranks=expected_ranks(values), run=values, file=file.name)
     text = as_yaml(translation, values, file.name)
     load_run(yaml.load(text, _Loader))
@@ -206,9 +219,13 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, name: str,
         raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
 
-def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None:
-    key, sign, raw = text.partition("=")
-    key = key.strip()
+def _override(values: dict[str, Any], text: str, origin: dict[str, str], spelled: dict[str, str]) -> list[str]:
+    """Applies one override; returns the notes on old names."""
+    written, sign, raw = text.partition("=")
+    written = written.strip()
+    key = new_path(written)
+    if spelled.setdefault(key, written) != written:
+        raise both_given(written if written != key else spelled[key], key, "command line")
     *parents, leaf = key.split(".")
     if not sign or not all([*parents, leaf]):
         raise UserError("override", text, "is not of the form key.path=value", "write e.g. train.learning_rate=1e-4")
@@ -219,6 +236,7 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None
         value = yaml.load(raw, _Loader) if raw.strip() else None
     except (yaml.YAMLError, ValueError):
         value = raw
+    value, notes = rename_override(written, value)
     place: Any = values
     for depth, part in enumerate(parents):
         place = _step_into(place, part, parents[:depth], key, raw)
@@ -231,6 +249,7 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None
     origin[key] = "command line"
     if isinstance(value, dict):
         _note(value, key, "command line", origin)
+    return notes
 
 
 def _step_into(place: Any, part: str, above: list[str], key: str, raw: str) -> Any:
@@ -243,6 +262,8 @@ def _step_into(place: Any, part: str, above: list[str], key: str, raw: str) -> A
         child = {"path": child}
     elif isinstance(child, str) and not above and part in ("method", "objective"):
         child = {"type": child}
+    elif isinstance(child, str) and not above and part == "diloco":
+        child = {"server": child}
     elif not isinstance(child, (dict, list)):
         child = {}
     place[index] = child

@@ -24,7 +24,7 @@ class Samples(Section):
         Field(min_length=1, description="what it is asked, or goes on with; one or several")
     )
     every: Count = Field(default=100, description="steps between samples; the last step has some in any case")
-    tokens: Count = Field(default=64, description="longest answer")
+    max_new_tokens: Count = Field(default=64, description="longest answer")
     chat: bool = Field(
         default=True, description="ask as a user does, where there is a chat template; false = go on with the text"
     )

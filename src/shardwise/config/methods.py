@@ -40,12 +40,12 @@ class Lora(Section):
     dropout: Share = Field(default=0.0, ge=0, lt=1, description="of the update's input, e.g. 0.05")
     rslora: bool = Field(default=False, description="scale by alpha / √rank: steadier at high ranks")
     dora: bool = Field(default=False, description="train each output's magnitude apart from its direction")
-    targets: Annotated[
+    target_modules: Annotated[
         AllLinear | tuple[Annotated[str, Field(min_length=1)], ...],
         BeforeValidator(_targets, json_schema_input_type=str | list[str]),
     ] = Field(default="linear", description="linear = all but the head; or names of modules, * for any part")
-    ranks: dict[str, Count] = Field(default={}, description="other ranks by name pattern, e.g. {'*.mlp.*': 8}")
-    also: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
+    rank_pattern: dict[str, Count] = Field(default={}, description="other ranks by name pattern, e.g. {'*.mlp.*': 8}")
+    modules_to_save: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
     adapter: str | None = Field(default=None, min_length=1, description="folder of an adapter to go on from (PEFT's)")
 
     @property
@@ -68,7 +68,7 @@ class Qlora(Lora):
         description="how the base is multiplied while adapters train: plain = unpacked, in the run's precision; fp8 = "
         "in 8 bits, nf4 too, which is rounded once more for it; auto = fp8 where it is stored so",
     )
-    double: bool = Field(default=True, description="nf4: quantise the scales as well (4.13 bits instead of 4.5)")
+    double_quant: bool = Field(default=True, description="nf4: quantise the scales as well (4.13 bits instead of 4.5)")
 
     @model_validator(mode="after")
     def _check_multiply(self) -> Qlora:
@@ -83,13 +83,13 @@ class Ia3(Section):
     """IA³: a trained scale for each key, value and feed-forward channel."""
 
     type: Literal["ia3"] = Field(default="ia3", description="train factors of keys, values and feed-forward channels")
-    targets: Patterns | None = Field(
+    target_modules: Patterns | None = Field(
         default=None, description="modules whose outputs are scaled; default: keys and values"
     )
-    feedforward: Patterns | None = Field(
+    feedforward_modules: Patterns | None = Field(
         default=None, description="modules whose inputs are scaled; default: the last of each feed-forward part"
     )
-    also: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
+    modules_to_save: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
     adapter: str | None = Field(default=None, min_length=1, description="folder of an adapter to go on from (PEFT's)")
 
 

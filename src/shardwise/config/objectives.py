@@ -29,7 +29,7 @@ class Masked(Section):
     """Masked language modelling (BERT)."""
 
     type: Literal["masked"] = Field(default="masked", description="fill in masked tokens")
-    share: Share = Field(default=0.15, gt=0, lt=1, description="of the tokens that are to be filled in")
+    mlm_probability: Share = Field(default=0.15, gt=0, lt=1, description="share of the tokens that are masked")
     whole_words: bool = Field(default=True, description="mask all pieces of a word together")
 
 
@@ -61,8 +61,8 @@ class Kto(Section):
 
     type: Literal["kto"] = Field(default="kto", description="learn from answers that are wanted or not")
     beta: Positive = Field(default=0.1, description="how closely the reference is kept to")
-    desirable: Positive = Field(default=1.0, description="weight of wanted answers")
-    undesirable: Positive = Field(default=1.0, description="weight of unwanted ones")
+    desirable_weight: Positive = Field(default=1.0, description="weight of wanted answers")
+    undesirable_weight: Positive = Field(default=1.0, description="weight of unwanted ones")
 
 
 class Distill(Section):

@@ -76,7 +76,7 @@ def this_machine() -> Machine:
 
 def _can_compile() -> bool:
     """Whether compiled blocks are possible: Triton, a GPU for it, and a C compiler for its launchers."""
-    from torch.utils._triton import has_triton
+    from shardwise.core.compat.torch_private import has_triton
 
     compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
     return bool(has_triton()) and any(name is not None and shutil.which(name) for name in compilers)
@@ -209,17 +209,17 @@ def compile_here(run: Run, machine: Machine) -> tuple[bool, str | None]:
 def _resolve_masters(result: Resolution, ranks: int) -> None:
     run = result.run
     parallel = result.run.parallel
-    if run.train.masters != "auto":
+    if run.train.master_weights != "auto":
         return
-    split = run.model_copy(update={"train": run.train.model_copy(update={"masters": "split"})})
-    plus = parallel.quantize_weights or parallel.quantize_gradients or parallel.secondary_shard is not None
+    split = run.model_copy(update={"train": run.train.model_copy(update={"master_weights": "split"})})
+    plus = parallel.quantize_weights or parallel.quantize_gradients or parallel.hpz_size is not None
     alone = ranks == 1 and parallel.zero < 3 and not plus and parallel.bucket in (None, "auto")
     if run.precision == "bf16" and run.offload.optimizer != "none":
-        result.put("train.masters", "split", "states that leave the device take half of the fp32 weights along")
+        result.put("train.master_weights", "split", "states that leave the device take half of the fp32 weights along")
     elif run.device == "cuda" and alone and not clashes(split):
-        result.put("train.masters", "split", "on one GPU the same numbers in less memory and time")
+        result.put("train.master_weights", "split", "on one GPU the same numbers in less memory and time")
     else:
-        result.put("train.masters", "fp32", None)
+        result.put("train.master_weights", "fp32", None)
 
 
 def _has_fp8(machine: Machine) -> bool:
@@ -234,19 +234,21 @@ def _has_fp8(machine: Machine) -> bool:
 
 def check_parallel(run: Run, ranks: int) -> None:
     zero = run.parallel.zero
-    shard = run.parallel.shard
+    shard = run.parallel.dp_shard_size
     axes = axes_used(run.parallel)
     spread = ranks // (run.parallel.pipeline * run.parallel.tensor)  # ranks along context hold the same weights
     if spread % shard_size(zero, shard, spread):
         group = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
-        raise UserError("parallel.shard", shard, f"does not divide the {group}", f"use one of {divisors_of(spread)}")
+        raise UserError(
+            "parallel.dp_shard_size", shard, f"does not divide the {group}", f"use one of {divisors_of(spread)}"
+        )
     if run.recompute_group > 1 and ranks > 1:
         raise UserError(
             "recompute_group", run.recompute_group, f"is for one GPU yet, not for {ranks} ranks", "leave it out"
         )
     check_secondary(run.parallel, ranks)
-    if run.parallel.reduce == "bf16" and spread == 1:
-        raise UserError("parallel.reduce", "bf16", "gradients are added up over no ranks", "leave it out")
+    if run.parallel.reduce_dtype == "bf16" and spread == 1:
+        raise UserError("parallel.reduce_dtype", "bf16", "gradients are added up over no ranks", "leave it out")
     if run.fp8.gather == "fp8" and shard_size(zero, shard, spread) == 1:
         raise UserError(
             "fp8.gather", "fp8", "every rank has the weights whole: there is nothing to gather", "leave it out"
@@ -268,10 +270,10 @@ def check_parallel(run: Run, ranks: int) -> None:
 
 def check_secondary(parallel: Parallel, ranks: int) -> None:
     """Checks that hpZ's secondary shards divide the primary ones evenly."""
-    secondary = parallel.secondary_shard
+    secondary = parallel.hpz_size
     if secondary is None:
         return
-    group = shard_size(parallel.zero, parallel.shard, ranks)
+    group = shard_size(parallel.zero, parallel.dp_shard_size, ranks)
     divisors = divisors_of(group)
     if secondary not in divisors:
         group_name = f"group of {group} ranks that the parameters are divided over"
@@ -279,7 +281,7 @@ def check_secondary(parallel: Parallel, ranks: int) -> None:
         useful = divisors[1:-1]  # 1 would keep all of it on every rank, and the whole group saves nothing
         remedy = f"use one of {useful}, or leave it out" if useful else "leave it out: there are no parts to keep it in"
         remedy += "; on several hosts, start it under torchrun on all of them" * (secondary > group)
-        raise UserError("parallel.secondary_shard", secondary, problem, remedy)
+        raise UserError("parallel.hpz_size", secondary, problem, remedy)
 
 
 def _resolve_micro_batch(result: Resolution, ranks: int) -> None:

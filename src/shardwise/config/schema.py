@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shardwise.config.combinations import check_section
-from shardwise.config.diloco import ApartOrNot
+from shardwise.config.diloco import OptionalDiLoCo
 from shardwise.config.log import Log
 from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
@@ -332,14 +332,15 @@ class Train(Section):
     optimizer_state: Literal["fp32", "bf16"] = Field(
         default="fp32", description="type of adamw's, lion's and sgd's states; bf16 rounds stochastically"
     )
-    masters: Literal["auto", "fp32", "split"] = Field(
+    master_weights: Literal["auto", "fp32", "split"] = Field(
         default="auto",
         description="the weights that are updated: fp32 = beside bf16 copies; split = bf16 weights, and the rest of "
         "their 32 bits among the optimizer's states (the same numbers, no copies); auto = split if these are offloaded "
         "or there is one GPU",
     )
-    in_backward: bool = Field(
-        default=False, description="update each parameter during backward and free its gradient; needs clip: null"
+    optimizer_in_backward: bool = Field(
+        default=False,
+        description="update each parameter during backward and free its gradient; needs max_grad_norm: null",
     )
     learning_rate: Number = Field(default=2e-5, gt=0, description="peak rate, e.g. 2e-5")
     betas: tuple[Beta, Beta] = Field(
@@ -351,18 +352,18 @@ class Train(Section):
     schedule: Schedule = Field(
         default="cosine",
         description="after warm-up; wsd = warm-up, stable, then a linear decay. Or one of DeepSpeed's schedules, "
-        "whole, e.g. {type: WarmupLR, warmup_num_steps: 100}; warmup, decay and final_learning_rate then do nothing",
+        "whole, e.g. {type: WarmupLR, warmup_num_steps: 100}; warmup, decay and min_lr_ratio then do nothing",
     )
     warmup: Span = Field(default="3%", description="share of the run (3%), or steps (100)")
     decay: Span = Field(default="20%", description="length of the decay of wsd: share of the run (20%), or steps (100)")
-    final_learning_rate: Share = Field(
-        default=0.0, ge=0, le=1, description="where the schedule ends, as a share of the peak"
+    min_lr_ratio: Share = Field(default=0.0, ge=0, le=1, description="where the schedule ends, as a share of the peak")
+    max_grad_norm: Positive | None = Field(
+        default=1.0, description="gradients are clipped to this norm; null = no clipping"
     )
-    clip: Positive | None = Field(default=1.0, description="largest gradient norm; null = no clipping")
     eval_every: Interval | None = Field(
         default=None, description="steps (50) or time (10min); default: at the end only"
     )
-    stop_early: StopEarly | None = Field(
+    early_stopping: StopEarly | None = Field(
         default=None, description="end the run when evaluations no longer improve, e.g. {patience: 3}; needs data.eval"
     )
     seed: Whole = Field(
@@ -382,21 +383,25 @@ class Parallel(Section):
     deepspeed: str | None = Field(
         default=None, description="path of a DeepSpeed config (JSON), read with the run; see docs/deepspeed.md"
     )
-    shard: Count | None = Field(
-        default=None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
-    )
-    secondary_shard: Count | None = Field(
+    dp_shard_size: Count | None = Field(
         default=None,
-        description="hpZ: keep a second copy of the parameters, divided over this many ranks of a node, so that later "
-        "gathers of a step stay within them; 1 keeps all parameters on every rank (to switch hpZ off, leave it out)",
+        description="ranks per shard group, replicated across groups (hybrid sharding, HSDP); default: all",
     )
-    quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
+    hpz_size: Count | None = Field(
+        default=None,
+        description="hpZ of ZeRO++ (zero_hpz_partition_size): keep a second copy of the parameters, sharded over this "
+        "many ranks of a node, so that later gathers of a step stay within them; 1 keeps all parameters on every rank "
+        "(leave it out to switch hpZ off)",
+    )
+    quantize_weights: bool = Field(
+        default=False, description="qwZ of ZeRO++ (zero_quantized_weights): gather the weights as int8"
+    )
     quantize_gradients: bool = Field(
         default=False,
-        description="qgZ: reduce the gradients in 4 bits; in a group of several nodes with several ranks each, in 8 "
-        "bits within a node and 4 between nodes",
+        description="qgZ of ZeRO++ (zero_quantized_gradients): reduce the gradients in 4 bits; in a group of several "
+        "nodes with several ranks each, in 8 bits within a node and 4 between nodes",
     )
-    gradient_feedback: bool | None = Field(
+    error_feedback: bool | None = Field(
         default=None,
         description="true or false: whether qgZ adds what rounding lost to the next gradient, which takes 2 bytes per "
         "parameter (in a group of several nodes, over the ranks of a node); default: true with quantize_gradients",
@@ -412,7 +417,7 @@ class Parallel(Section):
         description="units that are gathered ahead of those that compute, 0 to 8; auto: as many as hide a gather, as "
         "measured at the start",
     )
-    reduce: Literal["fp32", "bf16"] = Field(
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="the type that gradients travel and are added up in; bf16 is half the bytes"
     )
     tensor: Count = Field(
@@ -425,12 +430,12 @@ class Parallel(Section):
         "ranks must divide the heads",
     )
     pipeline: Count = Field(default=1, description="ranks that divide the blocks: stages one after the other")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "naive"] = Field(
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "naive"] = Field(
         default="1f1b",
         description="the order in which stages take the micro-batches; naive: one at a time, for comparison",
     )
-    chunks: Count | None = Field(
-        default=None, description="with schedule: interleaved, the stages of each rank; default: 2"
+    virtual_stages: Count | None = Field(
+        default=None, description="with pipeline_schedule: interleaved, the stages of each rank; default: 2"
     )
     expert: Count = Field(default=1, description="ranks that divide the experts of each layer, tokens going to them")
     auto: bool = Field(default=False, description="let the planner choose all of it (short: parallel: auto)")
@@ -446,8 +451,10 @@ class Parallel(Section):
         plain = Parallel.model_construct().model_dump() if self.auto else {}
         if self.auto and (name := next((n for n, v in plain.items() if n != "auto" and getattr(self, n) != v), None)):
             raise Clash("auto", f"the planner chooses all of it, but {name} is given too", f"remove {name}, or auto")
-        if self.chunks == 1:
-            raise Clash("chunks", "one stage per rank is not interleaved", "use 2 or more, or schedule: 1f1b")
+        if self.virtual_stages == 1:
+            problem = "one stage per rank is not interleaved"
+            remedy = "use 2 or more, or pipeline_schedule: 1f1b"
+            raise Clash("virtual_stages", problem, remedy)
         if isinstance(self.bucket, int) and self.bucket < LEAST_BUCKET:
             problem = f"is {self.bucket} bytes, less than a row of any weight; a bare number is bytes"
             raise Clash("bucket", problem, "use e.g. 200MB (at least 1KiB), or leave it out")
@@ -459,9 +466,11 @@ class LossScale(Section):
 
     value: Literal["dynamic"] | Positive = Field(default="dynamic", description="dynamic, or a number that stays")
     initial: Positive = Field(default=65536.0, description="the dynamic scale at the start")
-    growth_every: Count = Field(default=2000, description="steps without overflow until the scale is doubled")
+    growth_interval: Count = Field(default=2000, description="steps without overflow until the scale is doubled")
     hysteresis: Count = Field(default=1, description="overflows it takes to halve the scale")
-    refill: bool = Field(default=False, description="count overflows anew after each step without, not after growth")
+    consecutive_hysteresis: bool = Field(
+        default=False, description="count overflows anew after each step without, not after growth"
+    )
     minimum: Positive = Field(default=1.0, description="least scale; an overflow at it ends the run")
 
     @model_validator(mode="after")
@@ -505,7 +514,7 @@ class Checkpoint(Section):
     best: Best = Field(
         default=Metric(), description="figure of the evaluations that decides which checkpoint is the best"
     )
-    background: bool = Field(default=True, description="write while training goes on")
+    async_save: bool = Field(default=True, description="write checkpoints while training continues")
     memory: Interval | None = Field(
         default=None,
         description="besides, copies of the state in the memory of its host and of another one, to go on from when a "
@@ -559,7 +568,9 @@ class Guard(Section):
         default="back", description="what to do about a spike: stop, skip or back, as for nan; without spike no effect"
     )
     window: Count = Field(default=100, description="how many recent steps the mean and the deviation are taken over")
-    most: Whole = Field(default=10, ge=0, description="end the run after so many skips and restarts by nan and spike")
+    max_recoveries: Whole = Field(
+        default=10, ge=0, description="end the run after so many skips and restarts by nan and spike"
+    )
     checksum: Count | None = Field(
         default=None,
         description="every so many steps, e.g. 500, compare the weights and states that several ranks hold copies of, "
@@ -587,11 +598,13 @@ class Fp8(Section):
         default="none",
         description="tensorwise = one scale per tensor, the fastest; rowwise = one per row, closer to bf16",
     )
-    keep: Patterns = Field(default=(), description="linear layers that stay in bf16, by name, * for any part")
-    least: Count = Field(
+    modules_to_not_convert: Patterns = Field(
+        default=(), description="linear layers that stay in bf16, by name, * for any part"
+    )
+    min_features: Count = Field(
         default=512, description="layers with fewer inputs or outputs stay in bf16: rounding costs more than it saves"
     )
-    fast: bool = Field(
+    use_fast_accum: bool = Field(
         default=False,
         description="on a GPU, add up backward's products with fewer bits, as forward's are: faster by some percent, "
         "gradients less exact",
@@ -650,7 +663,7 @@ class Run(Section):
         description="false = of recomputed blocks keep what attention made as well, where one document fills a row: as "
         "much again as block inputs take, for a fifth less time at 100K tokens and more",
     )
-    tile: Count | None = Field(
+    tiled_mlp: Count | None = Field(
         default=None,
         description="compute feed-forward parts (and norms) so many tokens at a time and again in backward: for long "
         "sequences, e.g. 8192",
@@ -694,10 +707,10 @@ class Run(Section):
         "last checkpoint, counted anew with each one",
     )
     guard: Guard = Field(default=Guard(), description="what to do about NaN, loss spikes and flipped bits")
-    apart: ApartOrNot = Field(
+    diloco: OptionalDiLoCo = Field(
         default=None,
-        description="train apart from other workers and meet them every some steps: HOST:PORT of the meeting point, or "
-        "settings; see docs/apart.md",
+        description="DiLoCo or FedAvg: train locally and synchronise with other workers every N steps; HOST:PORT of "
+        "the sync server (`shardwise diloco-server`), or settings; see docs/diloco.md",
     )
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved and what is kept")
     export: Export = Field(default=Export(), description="the Hugging Face folder written at the end")

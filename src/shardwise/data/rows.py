@@ -102,7 +102,9 @@ def row_layout(objective: Any, tokenizer: Any, pad_id: int, seed: int, vocabular
         case "seq2seq":
             return Seq2seqLayout(pad_id)
         case "masked":
-            return MaskedLayout(pad_id, Masker.of(tokenizer, objective.share, objective.whole_words, vocabulary), seed)
+            return MaskedLayout(
+                pad_id, Masker.of(tokenizer, objective.mlm_probability, objective.whole_words, vocabulary), seed
+            )
     assert objective.type == "classify"
     return ClassifyLayout(pad_id, type_separator(tokenizer))
 

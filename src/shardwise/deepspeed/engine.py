@@ -211,7 +211,7 @@ class DeepSpeedEngine(nn.Module):
 
     def gradient_clipping(self) -> float:
         """Maximum gradient norm; 0 = no clipping."""
-        return float(self._core.config.clip or 0.0)
+        return float(self._core.config.max_grad_norm or 0.0)
 
     def steps_per_print(self) -> int | None:
         """Number of updates between log lines."""

@@ -17,7 +17,8 @@ from shardwise.core.errors import UserError
 from shardwise.train.engine import EngineConfig
 
 BUILT_HERE = ("optimizer", "scheduler")
-TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.schedule", "train.warmup", "log.every",
+TAKEN = ("train.batch_size", "train.micro_batch_size", "train.max_grad_norm", "train.schedule", "train.warmup",
+         "log.every",
          "log.breakdown", "log.comms")  # fmt: skip
 
 
@@ -70,7 +71,8 @@ def settle(config: dict[str, Any], ranks: int) -> DeepSpeedSettings:
         raise UserError("train_micro_batch_size_per_gpu", "auto", "is not decided", remedy)
     batch = EngineBatchSizes(sizes.train, sizes.micro, sizes.rounds)
     values = {key: value for key, value in done.values.items() if key in EngineConfig.model_fields}
-    values |= {"accumulate": batch.accumulate, "clip": done.values.get("train", {}).get("clip")}
+    values["gradient_accumulation_steps"] = batch.accumulate
+    values["max_grad_norm"] = done.values.get("train", {}).get("max_grad_norm")
     log = done.values.get("log", {})
     values["breakdown"] = bool(log.get("breakdown") or log.get("comms"))
     account = [line(entry) for entry in done.account if entry.given]

@@ -186,13 +186,14 @@ class Client:
                 waited = time.monotonic() - began
                 if self._waiting.due("an answer"):
                     self._log(
-                        f"apart.meet: nobody answers at {self.host}:{self.port} ({error or type(error).__name__}); "
-                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} (apart.patience)"
+                        f"diloco.server: nobody answers at {self.host}:{self.port} ({error or type(error).__name__}); "
+                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} (diloco.connect_timeout)"
                     )
                 if waited > self.patience:
                     raise RunFailed(
-                        f"the meeting point at {self.host}:{self.port} could not be reached for {self.patience:g} s "
-                        f"({error or type(error).__name__})\n  → start it (shardwise meet), or raise apart.patience"
+                        f"the sync server at {self.host}:{self.port} could not be reached for {self.patience:g} s "
+                        f"({error or type(error).__name__})\n"
+                        "  → start it (shardwise diloco-server), or raise diloco.connect_timeout"
                     ) from None
                 time.sleep(pause)
                 pause = min(pause * 2, 5.0)
@@ -216,17 +217,20 @@ class Client:
             error = json.loads(content)
             code, words = str(error["code"]), str(error["error"])
         except (ValueError, KeyError, TypeError):
-            code, words = "stranger", f"what listens there is no meeting point (status {answer.status})"
+            code, words = "stranger", f"what listens there is no sync server (status {answer.status})"
         if code in _MISTAKES or code == "stranger":
-            field, remedy = _MISTAKES.get(code, ("apart.meet", "check host and port"))
-            raise UserError(field, None if field == "apart.token_env" else f"{self.host}:{self.port}", words, remedy)
+            field, remedy = _MISTAKES.get(code, ("diloco.server", "check host and port"))
+            raise UserError(field, None if field == "diloco.token_env" else f"{self.host}:{self.port}", words, remedy)
         if code in ("values", "ahead", "form", "size", "path"):
-            raise RunFailed(f"the meeting point refused what this worker sent: {words}")
+            raise RunFailed(f"the sync server refused what this worker sent: {words}")
         raise SyncRefused(code, words)
 
 
 _OWN = ("state", "round")
 _MISTAKES = {
-    "token": ("apart.token_env", "set it to the variable with the token that `shardwise meet --token-env` has"),
-    "other": ("apart.meet", "give all workers the same model, tokenizer and method, or another meeting point"),
+    "token": (
+        "diloco.token_env",
+        "set it to the variable with the token that `shardwise diloco-server --token-env` has",
+    ),
+    "other": ("diloco.server", "give all workers the same model, tokenizer and method, or another sync server"),
 }

@@ -1,4 +1,4 @@
-"""`shardwise meet`: validates the options, listens, and runs the sync server until it is stopped."""
+"""`shardwise diloco-server`: validates the options, listens, and runs the sync server until it is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SyncServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 29400
-    state: Path = Path("out/meet")
+    state: Path = Path("out/diloco")
     method: str = "diloco"
     outer: str | None = None
     rate: float | None = None
@@ -78,7 +78,7 @@ def _only_one(folder: Path) -> FileLock:
         lock.acquire()
     except Timeout:
         remedy = "wait for it to end, or name another folder"
-        raise UserError("--state", str(folder), "another meeting point is using this folder", remedy) from None
+        raise UserError("--state", str(folder), "another sync server is using this folder", remedy) from None
     except FileExistsError:
         raise UserError("--state", str(folder), "is a file", "name a folder") from None
     except OSError as error:
@@ -112,7 +112,7 @@ def rule_of(options: SyncServerOptions) -> Any:
     from shardwise.diloco.codec import DTYPES
     from shardwise.diloco.outer_step import METHODS
 
-    choices = {"--method": (options.method, METHODS), "--outer": (options.outer, ("nesterov", "sgd")),
+    choices = {"--method": (options.method, METHODS), "--outer-optimizer": (options.outer, ("nesterov", "sgd")),
                "--weight": (options.weight, ("equal", "tokens")), "--dtype": (options.dtype, DTYPES)}  # fmt: skip
     for name, (value, known) in choices.items():
         if value is not None and value not in known:
@@ -124,13 +124,15 @@ def rule_of(options: SyncServerOptions) -> Any:
         "weight": options.weight,
     }
     if options.outer == "nesterov" and not (options.momentum or METHODS[options.method].momentum):
-        remedy = "add e.g. --momentum 0.9, or leave --outer out"
-        raise UserError("--outer", options.outer, "is the same as sgd without momentum", remedy)
+        remedy = "add e.g. --outer-momentum 0.9, or leave --outer-optimizer out"
+        raise UserError("--outer-optimizer", options.outer, "is the same as sgd without momentum", remedy)
     rule = replace(METHODS[options.method], **{name: value for name, value in overrides.items() if value is not None})
     if not 0 < rule.rate < float("inf"):
-        raise UserError("--rate", rule.rate, "must be above 0", "use e.g. 0.7; FedAvg has 1")
+        raise UserError("--outer-lr", rule.rate, "must be above 0", "use e.g. 0.7; FedAvg has 1")
     if not 0 <= rule.momentum < 1:
-        raise UserError("--momentum", rule.momentum, "must be at least 0 and below 1", "use e.g. 0.9; FedAvg has 0")
+        raise UserError(
+            "--outer-momentum", rule.momentum, "must be at least 0 and below 1", "use e.g. 0.9; FedAvg has 0"
+        )
     try:
         wait = float(parse_duration(options.wait))
         if wait <= 0:
@@ -149,9 +151,9 @@ def banner(options: SyncServerOptions, listener: socket.socket) -> str:
     step = f"{rule.optimizer}, rate {rule.rate:g}, momentum {rule.momentum:g}"
     token = f", token_env: {options.token_env}" if options.token_env else ""
     return "\n".join([
-        f"meeting at {hostname}:{port} (Ctrl-C stops; the same command goes on)",
+        f"sync server at {hostname}:{port} (Ctrl-C stops; the same command goes on)",
         f"  outer step: {step}; workers count {'alike' if rule.weight == 'equal' else 'by their tokens'}; "
         f"{rule.dtype} on the wire; a round waits {rule.wait:g} s for the slow, and for {rule.least} at least",
         f"  state in {options.state}",
-        f"  in each worker's RUN.yaml:  apart: {{meet: '{hostname}:{port}', every: 50{token}}}",
+        f"  in each worker's RUN.yaml:  diloco: {{server: '{hostname}:{port}', sync_every: 50{token}}}",
     ])  # fmt: skip

@@ -37,10 +37,10 @@ BEAT = 0.5  # seconds between signs of life to the other ranks while the main on
 def join_others(state: TrainState) -> NoSync | OuterSync:
     """Joins the sync server if the run uses DiLoCo; the parameters and the position may have moved on."""
     total = state.job.run.train.steps or 0
-    if state.job.run.apart is None or state.position.step >= total:
+    if state.job.run.diloco is None or state.position.step >= total:
         return NoSync()
     state.status.set("joining the other workers")
-    return OuterSync(state, state.job.run.apart, total)
+    return OuterSync(state, state.job.run.diloco, total)
 
 
 class OuterSync(NoSync):
@@ -57,10 +57,12 @@ class OuterSync(NoSync):
         if self._world.is_main:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
-            host, port = split_address(settings.meet)
+            host, port = split_address(settings.server)
             name = name_of(settings, parts.job.output)
             token = token_of(settings)
-            self._client = Client(host, port, name, token, settings.patience, lambda text: print(text, flush=True))
+            self._client = Client(
+                host, port, name, token, settings.connect_timeout, lambda text: print(text, flush=True)
+            )
         self._trained = TrainedVector(parts)
         self._lost: list[torch.Tensor] = []  # by part, on the main rank: what rounding lost and is still to be sent
         self._finished = False
@@ -69,7 +71,7 @@ class OuterSync(NoSync):
 
     def due(self, step: int, last: bool) -> bool:
         """Whether this step ends with a sync."""
-        return last or step % self._settings.every == 0
+        return last or step % self._settings.sync_every == 0
 
     def __exit__(self, kind: object, *error: object) -> None:
         if self._client is not None:
@@ -104,13 +106,17 @@ class OuterSync(NoSync):
         position = self._position
         before = self._position.step
         resumed = answer["same"] or answer["own"]
-        if not answer["same"] and "round" not in position.apart and self._round * self._settings.every >= self._total:
+        if (
+            not answer["same"]
+            and "round" not in position.apart
+            and self._round * self._settings.sync_every >= self._total
+        ):
             # It has never met anyone, and would end at once with a model that it had no part in.
             problem = f"is at round {self._round}, where a run of {self._total} steps has ended: others trained there"
-            remedy = "for a new run give the meeting point a new folder (shardwise meet --state FOLDER)"
+            remedy = "for a new run give the sync server a new folder (shardwise diloco-server --state FOLDER)"
             if client is not None:
                 client.leave()  # nobody is to wait for it
-            raise UserError("apart.meet", self._settings.meet, problem, remedy)
+            raise UserError("diloco.server", self._settings.server, problem, remedy)
         if answer["same"]:
             self._anchor = dict(self._trained.local())
         else:
@@ -123,7 +129,7 @@ class OuterSync(NoSync):
         self.notes = (self._join_message(answer["same"], resumed, before),)
 
     def _join_message(self, same: bool, resumed: bool, before: int) -> str:
-        text = f"apart: joined at round {self._round}, meeting every {self._settings.every} steps"
+        text = f"diloco: joined at round {self._round}, synchronising every {self._settings.sync_every} steps"
         if not resumed:
             moved = f", at step {self._position.step}" if self._position.step > before else ""
             text += f"; took the parameters of the others{moved}"
@@ -177,7 +183,7 @@ class OuterSync(NoSync):
     def _advance_step(self) -> None:
         """Moves a worker that is behind to the others' step, so that all end with the same sync."""
         position = self._position
-        position.step = max(position.step, min(self._round * self._settings.every, self._total))
+        position.step = max(position.step, min(self._round * self._settings.sync_every, self._total))
 
     # Files and ranks
 
@@ -280,5 +286,5 @@ def token_of(settings: DiLoCo) -> str | None:
         return None
     if not (token := os.environ.get(settings.token_env, "").strip()):
         remedy = f"export {settings.token_env}=… before you start the run"
-        raise UserError("apart.token_env", settings.token_env, "holds no token", remedy)
+        raise UserError("diloco.token_env", settings.token_env, "holds no token", remedy)
     return token

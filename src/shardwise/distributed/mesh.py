@@ -22,11 +22,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.axes import shard_size
 from shardwise.config.schema import Parallel, Run
+from shardwise.core.compat.torch_private import HashStore
 from shardwise.distributed.shared_gpu import teach_gathers
 
 LATER = 20.0  # seconds beyond the run's timeout at which a collective gives up: the watchdog is to speak first
@@ -80,7 +80,7 @@ class MeshPlace:
 def layout_of(parallel: Parallel, ranks: int) -> MeshLayout:
     """The layout of the settings, which were checked to divide the ranks."""
     spread = ranks // (parallel.pipeline * parallel.tensor)
-    shard = shard_size(parallel.zero, parallel.shard, spread)
+    shard = shard_size(parallel.zero, parallel.dp_shard_size, spread)
     axes = (parallel.pipeline, parallel.context, parallel.tensor, parallel.expert)
     return MeshLayout(spread // shard, shard, *axes)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
+
+from shardwise.core.compat.torch_private import resolve_process_group
 
 _TAUGHT: list[torch.library.Library] = []  # a registration lasts as long as its library object
 
@@ -32,5 +33,5 @@ def _gather(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Ten
     """The operator's semantics: concatenates the tensors of all ranks along the first dimension; synchronous."""
     tensor = tensor.contiguous()
     out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather(list(out.chunk(group_size)), tensor, group=_resolve_process_group(group_name))
+    dist.all_gather(list(out.chunk(group_size)), tensor, group=resolve_process_group(group_name))
     return out

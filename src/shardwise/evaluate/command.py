@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.store import RUN
+from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, UserError
 from shardwise.evaluate.bars import Bar, bars
@@ -207,7 +207,7 @@ def run_of(name: str) -> Run | None:
     if file is None:
         return None
     try:
-        return Run.model_validate_json(file.read_text())
-    except (ValidationError, OSError):
+        return Run.model_validate(read_saved(file))
+    except (ValueError, OSError):
         problem = f"{file} was written by another version and cannot be read"
         raise UserError("MODEL", name, problem, "export the model again with this version") from None

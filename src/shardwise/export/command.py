@@ -17,6 +17,7 @@ from typing import Any, Literal
 from shardwise.checkpoint.adapter_state import base_of, holds_adapter, read_run
 from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
 from shardwise.checkpoint.store import MODEL, RUN, read_trainer
+from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Model
 from shardwise.core.errors import UserError
 from shardwise.export.card import make_card, write_card
@@ -213,7 +214,7 @@ def _check_early(checkpoint: Path, unreadable: bool) -> None:
 
 
 def _facts_of(checkpoint: Path) -> CardFacts:
-    run = json.loads((checkpoint / RUN).read_text())
+    run = read_saved(checkpoint / RUN)
     return gather(run, output_of(checkpoint), int(read_trainer(checkpoint)["step"]))
 
 

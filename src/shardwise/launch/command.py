@@ -122,7 +122,9 @@ def prepare(run_file: Path, overrides: list[str], hosts: str, ssh: str | None, *
     """Builds the submission from the options, after checking the run for every number of hosts."""
     from shardwise.config.load import load_run
 
-    run = load_run(run_file, overrides).run
+    loaded = load_run(run_file, overrides)
+    loaded.print_notes()
+    run = loaded.run
     if run.device == "cpu" and (gpus := options.get("gpus")):
         problem = "the run has device: cpu and would not use them"
         raise UserError("--gpus", gpus, problem, "leave it out, or set device: auto")

@@ -123,7 +123,7 @@ class Kubernetes:
         lines = [single_line("--line", line) for line in submission.lines]
         meet = f"{submission.name}-0.{submission.name}:{submission.port or PORT}"
         # A pod that is evicted saves and leaves; when the Job is deleted all of them do.
-        node = submission.node(INSTALLED, "--id", submission.name, "--meet", meet, "--withdraw", file=RUN)
+        node = submission.node(INSTALLED, "--id", submission.name, "--rendezvous", meet, "--withdraw", file=RUN)
         return "\n".join([*lines, f'exec {node} --name "$HOSTNAME"'])
 
     def submit(self, submission: Submission, text: str) -> str:

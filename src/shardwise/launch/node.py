@@ -62,7 +62,7 @@ class NodeOptions:
     """Command-line options of `shardwise node`."""
 
     hosts: str
-    meet: str
+    rendezvous: str
     ranks: int | None = None
     restarts: int = 3
     grace: float = 300.0
@@ -166,7 +166,7 @@ class Node:
                     self._print(f"WARNING: no token: whoever reaches port {place.port} can join or end this run; {HOW}")
             elif unreachable > rules.patience and self._report.state == "waiting" and place.is_here():
                 problem = "another program listens there"
-                raise UserError("--meet", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
+                raise UserError("--rendezvous", f"{place.host}:{place.port}", problem, "use another port, on all hosts")
         if self._report.state == "done" and unreachable > GOODBYE:
             return 0  # the ranks of all have finished, or ours could not have
         if self._report.state == "leaving" and self._group is None:
@@ -333,7 +333,7 @@ def run_node(run_file: Path, overrides: list[str], options: NodeOptions) -> int:
         problem = f"--hosts {hosts} starts as soon as all are there, so nobody is waited for then"
         raise UserError("--last-call", in_words(options.last_call), problem, "leave it out, or allow more: --hosts N:M")
     last_call = LAST_CALL if options.last_call is None else options.last_call
-    place = RendezvousAddress.parse(options.meet, options.id or str(output), token)
+    place = RendezvousAddress.parse(options.rendezvous, options.id or str(output), token)
     rules = Rules(hosts.least, hosts.most, options.patience, last_call, options.restarts)
     settings = AgentSettings(name, place, rules, ranks, options.wait, output, options.listen, options.withdraw)
     arguments = ("train", str(run_file), *overrides)

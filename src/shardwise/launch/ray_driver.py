@@ -151,7 +151,7 @@ def _start(spec: dict[str, Any], token: str, node: str, meet: str, number: int) 
     try:
         address, port = ray.get(host.place.remote(), timeout=60)
         meet = meet or f"{address}:{spec['port'] or port}"
-        command = f"{spec['node']} --name node-{number}-{node[:6]} --meet {meet}"
+        command = f"{spec['node']} --name node-{number}-{node[:6]} --rendezvous {meet}"
         ray.get(host.start.remote(command, token), timeout=60)
         return host, meet
     except (ray.exceptions.RayError, TimeoutError) as error:

@@ -49,7 +49,7 @@ class RendezvousAddress:
             return cls(*split_address(text), run, token)
         except ValueError:
             problem = "is no address of a host and port"
-            raise UserError("--meet", text, problem, "write e.g. --meet node-1:29400") from None
+            raise UserError("--rendezvous", text, problem, "write e.g. --rendezvous node-1:29400") from None
 
     def is_loopback(self) -> bool:
         """Whether only this host can reach it."""
@@ -127,7 +127,7 @@ class Line:
             raise self._mistake(why, f"give all hosts of the run one token: {tokens.HOW}")
 
     def _mistake(self, problem: str, remedy: str) -> UserError:
-        return UserError("--meet", f"{self._place.host}:{self._place.port}", problem, remedy)
+        return UserError("--rendezvous", f"{self._place.host}:{self._place.port}", problem, remedy)
 
 
 def _line(connection: socket.socket, limit: int, deadline: float) -> bytes:

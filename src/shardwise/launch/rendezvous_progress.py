@@ -26,7 +26,7 @@ def gave_up(place: RendezvousAddress, trouble: str, wait: float) -> str:
     """Message of a host that reached no other before its timeout."""
     return (
         f"nobody could be reached at {place.host}:{place.port} within {in_words(wait)} (--wait): {trouble}\n"
-        "  → give every host the same --meet: the name and a free port of one of them, where the same command runs"
+        "  → give every host the same --rendezvous: name and free port of one of them, where the same command runs"
     )
 
 
@@ -55,7 +55,7 @@ def for_others(answer: RoundOrder, rules: Rules, place: RendezvousAddress, waite
         f"{'is' if count == 1 else 'are'} there ({_listed(answer.there)}); {waited:.0f} s so far, {until}"
     )
     if place.is_loopback():
-        text += f"; no other host can reach {place.host}: give --meet an address that they can"
+        text += f"; no other host can reach {place.host}: give --rendezvous an address that they can"
     return text
 
 

@@ -21,7 +21,7 @@ class Lost(RunFailed):
 
 
 class Wrong(Lost):
-    """The numbers diverged and the run has to go back: counted by guard.most, not by restarts."""
+    """The numbers diverged and the run has to go back: counted by guard.max_recoveries, not by restarts."""
 
 
 class Restarts:

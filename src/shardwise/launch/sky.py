@@ -37,7 +37,7 @@ class Sky:
         run = [
             *lines,
             'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-            f'exec {node} --meet "$first:{submission.port or PORT}" --name "node-$SKYPILOT_NODE_RANK"',
+            f'exec {node} --rendezvous "$first:{submission.port or PORT}" --name "node-$SKYPILOT_NODE_RANK"',
         ]
         task = {
             "name": submission.name,

@@ -30,7 +30,7 @@ stop() {{
 trap stop TERM
 
 srun {srun} \\
-    {node} --meet "${{address:-$first}}:$port" &
+    {node} --rendezvous "${{address:-$first}}:$port" &
 agents=$!
 wait "$agents"
 code=$?

@@ -33,7 +33,7 @@ def commands(submission: Submission) -> dict[str, list[str]]:
     commands_by_host = {}
     for host in submission.ssh:
         name = host.rpartition("@")[2]
-        node = submission.node(HERE, "--name", name, "--meet", f"{place}:{submission.port or PORT}", "--listen")
+        node = submission.node(HERE, "--name", name, "--rendezvous", f"{place}:{submission.port or PORT}", "--listen")
         # Values that must not be seen come through the connection: a command line is for all to read.
         secrets = [f"IFS= read -r {variable} && export {variable}" for variable in (*submission.passed, VARIABLE)]
         steps = [

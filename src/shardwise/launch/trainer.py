@@ -49,6 +49,8 @@ class Trainer:
         An existing output folder is locked from here on, to the end of `fit`.
         """
         if self._resolved is None:
+            for note in self.loaded.notes:
+                say(note)
             if self._folder.path.is_dir():  # a new one is made by fit: a mistake leaves no folder behind
                 self._folder.claim()
             from shardwise.foresight.rehearse.subprocess import end_helper, ready_helper
@@ -62,9 +64,7 @@ class Trainer:
                 if self._resolved.run.parallel.beyond_data and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                     from shardwise.train.trial.check import check_axes
 
-                    router: Any = self._resolved.run.router
-                    coefficients = (router.aux_loss, router.z_loss)
-                    check_axes(self._resolved.source, self._resolved.run.parallel, say, coefficients)
+                    check_axes(self._resolved.source, self._resolved.run, say)
             except BaseException:
                 self._folder.release()
                 raise

@@ -47,19 +47,25 @@ def use_float8(model: nn.Module, blocks: list[tuple[str, nn.Module]], settings: 
     if settings.recipe == "none":
         return []
     chosen: list[str] = []
-    inside, kept = tuple(f"{name}." for name, _ in blocks), find_targets(model, settings.keep, "fp8.keep")
+    inside, kept = (
+        tuple(f"{name}." for name, _ in blocks),
+        find_targets(model, settings.modules_to_not_convert, "fp8.modules_to_not_convert"),
+    )
     for name, module in linear_modules(model).items():
         sizes: Any = module.weight.shape
-        wide = min(sizes) >= settings.least and not any(size % MULTIPLE for size in sizes)
+        wide = min(sizes) >= settings.min_features and not any(size % MULTIPLE for size in sizes)
         if wide and name.startswith(inside) and name not in kept:
             module.__class__ = _float8_class(cast(Any, type(module)))
             module.float8_recipe = settings.recipe  # type: ignore[assignment]
-            module.float8_fast = settings.fast  # type: ignore[assignment]
+            module.float8_fast = settings.use_fast_accum  # type: ignore[assignment]
             chosen.append(name)
     if not chosen:
         raise UserError(
-            "fp8", settings.recipe, f"no linear layer of a block has {settings.least} or more inputs and outputs, both "
-            f"multiples of {MULTIPLE}", "lower fp8.least or shorten fp8.keep, or use precision: bf16",
+            "fp8",
+            settings.recipe,
+            f"no linear layer of a block has {settings.min_features} or more inputs and outputs, both multiples of "
+            f"{MULTIPLE}",
+            "lower fp8.min_features or shorten fp8.modules_to_not_convert, or use precision: bf16",
         )  # fmt: skip
     return chosen
 

@@ -52,13 +52,13 @@ def advise(run: Run, speed: Speed) -> list[str]:
     if (part := share.get("communication", 0)) > 0.1:
         remedies = ["a larger micro_batch_size or more accumulation"]
         remedies += ["zero: 2, if the weights fit"] if run.parallel.zero == 3 else []
-        remedies += ["parallel.secondary_shard within a node"] if run.parallel.zero == 3 and speed.ranks > 1 else []
+        remedies += ["parallel.hpz_size within a node"] if run.parallel.zero == 3 and speed.ranks > 1 else []
         advice.append((part, f"communication that nothing hides takes {part:.0%}: {', '.join(remedies)}"))
     summed = profile.sent.get("reductions", [0.0, 0.0])[1] / step_seconds
     spread = run.parallel
-    if summed > 0.1 and spread.reduce == "fp32" and spread.zero >= 2 and not spread.quantize_gradients:
+    if summed > 0.1 and spread.reduce_dtype == "fp32" and spread.zero >= 2 and not spread.quantize_gradients:
         gain = f"half of the {summed:.0%} that reductions take with nothing beside them"
-        advice.append((summed / 2, f"parallel.reduce: bf16 would save up to {gain}, and round the sums to it"))
+        advice.append((summed / 2, f"parallel.reduce_dtype: bf16 would save up to {gain}, and round the sums to it"))
     if cuda and (part := share.get("copies", 0)) > 0.1:
         advice.append((part, f"copies that nothing hides take {part:.0%}: offload less, or compute more tokens a step"))
     if (part := share.get("optimizer", 0)) > 0.12:

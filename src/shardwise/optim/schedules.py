@@ -24,8 +24,8 @@ from shardwise.config.schema import (
 
 
 def learning_rate(train: Train, step: int, total: int) -> float:
-    """The rate for step 0 … total-1: linear warm-up, then the schedule down to `final_learning_rate` of the peak."""
-    schedule, peak, floor = train.schedule, train.learning_rate, train.final_learning_rate
+    """The rate for step 0 … total-1: linear warm-up, then the schedule down to `min_lr_ratio` of the peak."""
+    schedule, peak, floor = train.schedule, train.learning_rate, train.min_lr_ratio
     if not isinstance(schedule, str):
         return _deepspeed_rate(schedule, peak, step, total)
     warmup: int = min(train.warmup.steps(total), total)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
 from shardwise.nn.adapters.apply import Adapted
@@ -55,7 +55,7 @@ def _ranks(plan: AdapterPlan) -> str:
 
 def check_same_method(folder: Path, run: Run) -> None:
     """A checkpoint holds what its method trains: for another method something would be missing, or left unread."""
-    saved = json.loads((folder / "run.json").read_text())
+    saved = read_saved(folder / "run.json")
     before, now = saved.get("method", {"type": "full"}), run.method.model_dump(mode="json")
     ignored = ("dropout", "adapter")
     differs = [k for k in now if k not in ignored and before.get(k) != now[k]]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.folders import list_checkpoints, step_of
+from shardwise.config.renamed import rename
 from shardwise.observe.metrics import flat
 from shardwise.observe.ranks import host_file
 from shardwise.watch.columns import Column, Columns, Points
@@ -230,6 +231,7 @@ class RunFolder:
         if not isinstance(run, dict):
             folders = list_checkpoints(self.path / "checkpoints")
             run = read_json(folders[-1] / "run.json") if folders else {}
+        rename(run)
         return dict(flat(run))
 
 

@@ -111,11 +111,11 @@ def test_reductions_that_nothing_hides_are_told_with_what_fewer_bytes_would_save
     monkeypatch.setattr("shardwise.config.resolve._has_fp8", lambda machine: False)
     found = speed({"products": 6, "communication": 4}, ranks=2)
     bare = replace(found, profile=replace(found.profile, sent={"reductions": [4.0, 3.0], "all": [4.0, 3.0]}))
-    (said,) = [line for line in advise(a_run(compile=True), bare) if "reduce: bf16" in line]
+    (said,) = [line for line in advise(a_run(compile=True), bare) if "reduce_dtype: bf16" in line]
     assert "half of the 30%" in said
     hidden = replace(found, profile=replace(found.profile, sent={"reductions": [4.0, 0.5], "all": [4.0, 0.5]}))
-    assert not any("reduce: bf16" in line for line in advise(a_run(compile=True), hidden))
-    assert not any("reduce: bf16" in line for line in advise(a_run(parallel={"reduce": "bf16"}), bare))
+    assert not any("reduce_dtype: bf16" in line for line in advise(a_run(compile=True), hidden))
+    assert not any("reduce_dtype: bf16" in line for line in advise(a_run(parallel={"reduce_dtype": "bf16"}), bare))
 
 
 @pytest.mark.parametrize(("run", "found", "words"), [

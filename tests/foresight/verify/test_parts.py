@@ -38,7 +38,7 @@ def described(**more: Any) -> Run:
         ({"ranks": 1}, 1),
         ({}, 2),
         ({"ranks": 64}, 2),
-        ({"ranks": 64, "parallel": {"shard": 8}}, 4),
+        ({"ranks": 64, "parallel": {"dp_shard_size": 8}}, 4),
         ({"ranks": 8, "parallel": {"tensor": 8}}, 2),
         ({"ranks": 64, "parallel": {"tensor": 8, "pipeline": 4}}, 8),
         ({"ranks": 32, "parallel": {"tensor": 8, "pipeline": 4}}, 4),
@@ -46,7 +46,7 @@ def described(**more: Any) -> Run:
         ({"ranks": 9, "parallel": {"tensor": 9}}, 3),  # nine heads are not divided by two
         ({"ranks": 12, "parallel": {"tensor": 3, "expert": 4}}, 6),
         ({"ranks": 12, "parallel": {"expert": 3}}, 3),
-        ({"ranks": 16, "parallel": {"zero": 3, "secondary_shard": 8}}, 4),
+        ({"ranks": 16, "parallel": {"zero": 3, "hpz_size": 8}}, 4),
     ],
 )
 def test_the_smallest_world_has_every_axis(run: dict[str, Any], ranks: int) -> None:
@@ -70,7 +70,9 @@ def test_claims_change_one_thing_at_a_time() -> None:
         assert plan.rows % (claim.settings["train.micro_batch_size"] * data) == 0
 
 
-@pytest.mark.parametrize("more", [{"prefetch": 2, "reduce": "bf16"}, {"bucket": 100_000}, {"quantize_weights": True}])
+@pytest.mark.parametrize(
+    "more", [{"prefetch": 2, "reduce_dtype": "bf16"}, {"bucket": 100_000}, {"quantize_weights": True}]
+)
 def test_no_two_claims_have_one_name(more: dict[str, Any]) -> None:
     names = [c.name for c in plan_claims(described(ranks=2, parallel={"zero": 3, **more}), True, "fp32").claims]
     assert len(set(names)) == len(names) and names[-1] == "all settings of ZeRO-3 on 2 ranks"
@@ -79,7 +81,8 @@ def test_no_two_claims_have_one_name(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [(2, {"context": 2}), (9, {"tensor": 9}), (6, {"expert": 3}), (12, {"tensor": 3, "expert": 3}), (1, {}),
-     (24, {"context": 3, "shard": 4}), (64, {"zero": 3, "shard": 16, "secondary_shard": 4}), ("auto", {"pipeline": 3})],
+     (24, {"context": 3, "dp_shard_size": 4}),
+     (64, {"zero": 3, "dp_shard_size": 16, "hpz_size": 4}), ("auto", {"pipeline": 3})],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 8])
 def test_every_claim_is_a_run_that_divides(ranks: int | str, parallel: dict[str, Any], batch: int) -> None:
@@ -91,7 +94,7 @@ def test_every_claim_is_a_run_that_divides(ranks: int | str, parallel: dict[str,
         spread, rest = divmod(claim.ranks, math.prod(inner))
         assert not rest and plan.rows % (claim.settings["train.micro_batch_size"] * spread) == 0, claim
         assert (claim.ranks // inner[2]) % claim.settings.get("parallel.expert", 1) == 0
-        assert (spread * inner[1]) % claim.settings.get("parallel.shard", 1) == 0
+        assert (spread * inner[1]) % claim.settings.get("parallel.dp_shard_size", 1) == 0
 
 
 def test_fewer_layers_of_each_kind() -> None:

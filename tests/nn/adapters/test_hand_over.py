@@ -26,7 +26,7 @@ BOUND = 1e-5
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"method": {"type": "lora", "rank": 4}, "export__merged": True}),
     "dora": ("gpt2", {"method": {"type": "lora", "rank": 4, "dora": True}}),
-    "also": ("tied", {"method": {"type": "lora", "rank": 4, "also": ["lm_head"]}}),
+    "also": ("tied", {"method": {"type": "lora", "rank": 4, "modules_to_save": ["lm_head"]}}),
     "ia3": ("gpt2", {"method": "ia3"}),
     "freeze": ("llama", {"freeze": ["embed_tokens", "*.0.*"]}),
 }
@@ -119,7 +119,9 @@ def test_a_partly_frozen_model_is_exported_whole(tmp: Path, trained: dict[str, P
 
 def test_several_adapters_on_one_base(tmp: Path, trained: dict[str, Path]) -> None:
     """Each is worn as if it were alone, in any order, and the base comes back as it was."""
-    run_ranks(adapters.train, 1, a_run(tmp, "dora", "second", method={"type": "lora", "rank": 2, "targets": "c_attn"}))
+    run_ranks(
+        adapters.train, 1, a_run(tmp, "dora", "second", method={"type": "lora", "rank": 2, "target_modules": "c_attn"})
+    )
     folders = {"first": trained["dora"] / "model", "second": tmp / "second/model", "third": trained["ia3"] / "model"}
     alone = {name: logits(load_for_inference(str(folder))[0]) for name, folder in folders.items()}
     model = pretrained(tmp / "gpt2")

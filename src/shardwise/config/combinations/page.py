@@ -58,7 +58,7 @@ def generic_reason(rule: CombinationRule) -> str:
     words = {
         "stage {parallel.zero}": "such a stage", "{axes}": "these axes", "{divided}": "such",
         "{train.optimizer}": "it", "{recompute}": "none", "{objective.type} rows": "such rows",
-        "{objective.type}": "another", "{parallel.schedule}": "another", "{precision}": "it",
+        "{objective.type}": "another", "{parallel.pipeline_schedule}": "another", "{precision}": "it",
     }  # fmt: skip
     text = rule.why
     for place, word in words.items():

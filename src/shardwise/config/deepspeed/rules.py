@@ -39,8 +39,8 @@ def count(plan: PartialTranslation, key: str, value: Any) -> int:
 def clip(plan: PartialTranslation, key: str, value: Any) -> str:
     """Gradient clipping; 0 disables it in DeepSpeed."""
     if value == "auto":
-        return plan.auto("train.clip")
-    return plan.put(key, "train.clip", plan.number(key, value) or None)
+        return plan.auto("train.max_grad_norm")
+    return plan.put(key, "train.max_grad_norm", plan.number(key, value) or None)
 
 
 def steps_per_print(plan: PartialTranslation, key: str, value: Any) -> str:
@@ -68,13 +68,13 @@ def only(*fine: Any, why: str, remedy: str) -> Rule:
 def reduced_in(plan: PartialTranslation, key: str, value: Any) -> str:
     """Dtype of the gradient reduction; null means the gradients' dtype in DeepSpeed, which is fp32 here."""
     if value is None:
-        return NoEffect("null leaves it to parallel.reduce")
+        return NoEffect("null leaves it to parallel.reduce_dtype")
     if value == "auto":
-        return plan.auto("parallel.reduce")
+        return plan.auto("parallel.reduce_dtype")
     dtype = {"fp32": "fp32", "bfp16": "bf16", "bf16": "bf16"}.get(value)
     if dtype is None:
         raise plan.mistake(key, value, "gradients travel in fp32 or bf16", "use fp32 or bfp16")
-    return plan.put(key, "parallel.reduce", dtype)
+    return plan.put(key, "parallel.reduce_dtype", dtype)
 
 
 # Precision
@@ -393,13 +393,13 @@ def bucket(plan: PartialTranslation, key: str, value: Any) -> str:
     return f"{plan.put(key, 'parallel.bucket', size)} ({elements:,} elements of {REDUCE_BYTES} bytes)"
 
 
-def secondary_shard(plan: PartialTranslation, key: str, value: Any) -> str:
+def hpz_size(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
-        return plan.auto("parallel.secondary_shard")
+        return plan.auto("parallel.hpz_size")
     size = plan.integer(key, value)
     if size > 1 and int(plan.now("parallel.zero")) != 3:
         return NoEffect("hpZ is of stage 3; DeepSpeed leaves it out at other stages too")
-    return plan.put(key, "parallel.secondary_shard", size if size > 1 else None)
+    return plan.put(key, "parallel.hpz_size", size if size > 1 else None)
 
 
 def quantize(target: str) -> Rule:
@@ -419,20 +419,20 @@ def quantize(target: str) -> Rule:
 def loco(plan: PartialTranslation, key: str, value: Any) -> str:
     """LoCo error feedback; ours has no parameters."""
     if value in (None, "auto") or value == {}:
-        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.gradient_feedback: false")
+        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.error_feedback: false")
     if not isinstance(value, dict) or (unknown := sorted(set(value) - {"err_beta", "reset_T"})):
         problem = f"has no {unknown[0]}" if isinstance(value, dict) else "is not a block"
         raise plan.mistake(key, value, problem, 'write e.g. {"err_beta": 0.8, "reset_T": 1024}')
     if not plan.now("parallel.quantize_gradients"):
         return NoEffect("goes with zero_quantized_gradients, which are off")
     idle = "what is lost is added whole, and dropped at each checkpoint"
-    return f"{plan.put(key, 'parallel.gradient_feedback', True)}; {' and '.join(value)} without effect: {idle}"
+    return f"{plan.put(key, 'parallel.error_feedback', True)}; {' and '.join(value)} without effect: {idle}"
 
 
 def mics(plan: PartialTranslation, key: str, value: Any) -> str:
     """MiCS, which is hybrid sharding; values below 1 disable it."""
     size = int(plan.number(key, value, -1))
-    return plan.put(key, "parallel.shard", size) if size > 0 else NoEffect("off")
+    return plan.put(key, "parallel.dp_shard_size", size) if size > 0 else NoEffect("off")
 
 
 # Activations and reports

@@ -191,7 +191,7 @@ def _defaults(plan: PartialTranslation) -> None:
     if all(value is MISSING for value in blocks):
         plan.put_default("fp16, bf16", "precision", "fp32")
     if blocks[0] in (True, "auto"):
-        plan.put_default("fp16.loss_scale_window", "loss_scale.growth_every", 1000)
+        plan.put_default("fp16.loss_scale_window", "loss_scale.growth_interval", 1000)
         plan.put_default("fp16.hysteresis", "loss_scale.hysteresis", 2)
 
 

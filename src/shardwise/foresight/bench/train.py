@@ -46,7 +46,9 @@ def run_bench(
     console, status = Console(highlight=False, stderr=as_json), Console(highlight=False, stderr=True)
     try:
         with heeding_interrupts() as check, status.status("finding the model") as shown:
-            target = aim_at(load_run(file, overrides), this_machine())
+            loaded = load_run(file, overrides)
+            loaded.print_notes()
+            target = aim_at(loaded, this_machine())
             check_division(target.run, documents)
             if not status.is_terminal:
                 status.print(f"{WARM_UP + steps + 1} steps of {target.source.label}")

@@ -91,4 +91,4 @@ def _plain(run: Run) -> Run:
 
 def _same(s: Strategy, parallel: Parallel) -> bool:
     axes = ("zero", "tensor", "context", "pipeline", "expert")
-    return all(getattr(s, axis) == getattr(parallel, axis) for axis in axes) and s.shard == parallel.shard
+    return all(getattr(s, axis) == getattr(parallel, axis) for axis in axes) and s.shard == parallel.dp_shard_size

@@ -60,6 +60,7 @@ def run_plan(asked: PlanOptions, write: Path | None, html: Path | None, as_json:
     _check(asked, write, html)
     cluster = _cluster(asked)
     loaded, is_file = _loaded(asked)
+    loaded.print_notes()
     spread = next((word for word in asked.overrides if word.startswith("parallel")), None)
     if spread is not None and not is_file:
         problem = "how a model is spread is what is planned; of a RUN.yaml, what is written is compared with it"

@@ -118,17 +118,17 @@ def without_pipeline(run: Run) -> Run:
     if run.parallel.pipeline == 1:
         return run
     values = run.model_dump()
-    values["parallel"] |= {"pipeline": 1, "schedule": "1f1b", "chunks": None}
+    values["parallel"] |= {"pipeline": 1, "pipeline_schedule": "1f1b", "virtual_stages": None}
     return Run.model_validate(values)
 
 
 def in_flight(run: Run, count: int) -> float:
     """Micro-batches whose activations the first stage holds at once; a part of its blocks counts as a part."""
-    stages, schedule = run.parallel.pipeline, run.parallel.schedule
+    stages, schedule = run.parallel.pipeline, run.parallel.pipeline_schedule
     if schedule == "gpipe":
         return count
     if schedule == "interleaved":
-        chunks = run.parallel.chunks or 2
+        chunks = run.parallel.virtual_stages or 2
         return min(count, stages + (stages - 1) / chunks)
     return 1.0 if schedule == "naive" else float(min(count, stages))
 
@@ -168,11 +168,11 @@ def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count:
     message = int(run.train.micro_batch_size) * run.data.sequence_length * sketched.width * 2
     message //= run.parallel.tensor * run.parallel.context
     near = 2 if cluster.nodes < stages else 1
-    passes = (run.parallel.chunks or 2) if run.parallel.schedule in ("interleaved", "zbv") else 1
+    passes = (run.parallel.virtual_stages or 2) if run.parallel.pipeline_schedule in ("interleaved", "zbv") else 1
     sent = 2 * passes * count * wire_seconds("send", message, 2, near, cluster)
     each = (forward + backward + axes + waiting + sent) / count
-    chunks = {"interleaved": run.parallel.chunks or 2, "zbv": 3}.get(run.parallel.schedule, 1)
-    idle = stages - 1 if run.parallel.schedule != "naive" else (stages - 1) * count
+    chunks = {"interleaved": run.parallel.virtual_stages or 2, "zbv": 3}.get(run.parallel.pipeline_schedule, 1)
+    idle = stages - 1 if run.parallel.pipeline_schedule != "naive" else (stages - 1) * count
     bubble = idle * each / chunks
     return replace(
         one, forward=forward * even, backward=backward * even, waiting=waiting * even, model_axes=axes * even + sent,

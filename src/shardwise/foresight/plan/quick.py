@@ -48,14 +48,14 @@ class Strategy:
         """As RUN.yaml has them, by dotted path."""
         found: dict[str, object] = {"parallel.zero": self.zero}
         if self.shard is not None:
-            found["parallel.shard"] = self.shard
+            found["parallel.dp_shard_size"] = self.shard
         if self.secondary is not None:
-            found["parallel.secondary_shard"] = self.secondary
+            found["parallel.hpz_size"] = self.secondary
         for axis in ("tensor", "context", "pipeline", "expert"):
             if getattr(self, axis) > 1:
                 found[f"parallel.{axis}"] = getattr(self, axis)
         if self.interleaved:
-            found["parallel.schedule"] = "interleaved"
+            found["parallel.pipeline_schedule"] = "interleaved"
         found["train.micro_batch_size"] = self.micro
         found["recompute"] = "full" if self.recompute else "none"
         if self.offload != "none":

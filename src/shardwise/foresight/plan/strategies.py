@@ -85,10 +85,10 @@ def _shardings(
 def applied(run: Run, strategy: Strategy) -> Run:
     """The run with a strategy's settings."""
     values = run.model_dump()
-    for name in ("shard", "secondary_shard", "chunks"):
+    for name in ("dp_shard_size", "hpz_size", "virtual_stages"):
         values["parallel"][name] = None
     values["parallel"] |= {"bucket": "auto", "prefetch": "auto"}
-    values["parallel"] |= {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "schedule": "1f1b"}
+    values["parallel"] |= {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "pipeline_schedule": "1f1b"}
     values["offload"] |= {"optimizer": "none", "parameters": "none"}
     for path, value in strategy.settings().items():
         place(values, path, value)

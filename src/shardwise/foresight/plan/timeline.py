@@ -113,7 +113,7 @@ def pipeline(found: Estimate) -> tuple[str, str]:
     """All stages over a step, and a sentence about the picture."""
     parallel, time = found.run.parallel, found.time
     stages, count = min(parallel.pipeline, MOST_STAGES), min(found.micro_batches, MOST_BATCHES)
-    chunks = (parallel.chunks or 2) if parallel.schedule == "interleaved" else 1
+    chunks = (parallel.virtual_stages or 2) if parallel.pipeline_schedule == "interleaved" else 1
     inner = time.waiting + time.model_axes
     total = time.forward + time.backward or 1.0
     forward = (time.forward + inner * time.forward / total) / found.micro_batches

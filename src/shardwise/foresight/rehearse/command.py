@@ -26,7 +26,9 @@ def run_rehearsal(
     file: Path, overrides: list[str], nodes: int, gpus: int, rank: int | None, documents: int, as_json: bool
 ) -> None:
     """Rehearses and prints."""
-    target = aim(load_run(file, overrides), nodes, gpus)
+    loaded = load_run(file, overrides)
+    loaded.print_notes()
+    target = aim(loaded, nodes, gpus)
     if rank is not None and not 0 <= rank < target.ranks:
         raise UserError("--rank", rank, f"there are {target.ranks} ranks", f"give one from 0 to {target.ranks - 1}")
     width = target.run.data.sequence_length

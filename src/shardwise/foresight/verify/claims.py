@@ -69,9 +69,9 @@ def small_world(run: Run) -> ClaimWorld:
     inner = parallel.tensor * parallel.context * parallel.pipeline
     several = run.ranks == "auto" or int(run.ranks) > inner
     data, replicas = (2, 1) if several else (1, 1)
-    if parallel.shard is not None and parallel.zero and run.ranks != parallel.shard:
+    if parallel.dp_shard_size is not None and parallel.zero and run.ranks != parallel.dp_shard_size:
         data, replicas = 4 // math.gcd(4, axes.get("context", 1)), 2
-    if parallel.secondary_shard is not None:
+    if parallel.hpz_size is not None:
         data = 4 * replicas
     while (axes.get("tensor", 1) * axes.get("context", 1) * data) % axes.get("expert", 1):
         data += 1
@@ -137,8 +137,8 @@ def _add_local(run: Run, claims: list[Claim], one: dict[str, Any], half: Bounds,
         claims.append(Claim("recompute", told, settings, bounds=half, rests_on=(base,)))
     if run.compiled:
         claims.append(Claim("compile", "blocks compiled", one | {"compile": True}, bounds=half, rests_on=(base,)))
-    if run.train.in_backward:
-        settings = one | {"train.in_backward": True}
+    if run.train.optimizer_in_backward:
+        settings = one | {"train.optimizer_in_backward": True}
         claims.append(Claim("updates in backward", "each parameter when its gradient is known", settings,
                             bounds=half, rests_on=(base,)))  # fmt: skip
 
@@ -163,12 +163,12 @@ def _add_sharding(run: Run, claims: list[Claim], world: ClaimWorld, cut: int, ha
         if world.replicas > 1:
             claims.append(Claim(
                 f"{_stage(run)} hybrid on 2 × 2 ranks", "divided over 2 ranks, 2 copies",
-                four | {"parallel.shard": 2}, 4, bounds=half, rests_on=(base,),
+                four | {"parallel.dp_shard_size": 2}, 4, bounds=half, rests_on=(base,),
             ))  # fmt: skip
-        if parallel.secondary_shard is not None:
+        if parallel.hpz_size is not None:
             claims.append(Claim(
                 "ZeRO++ hpZ on 4 ranks", "a second copy of the parameters over 2 ranks",
-                four | {"parallel.secondary_shard": 2}, 4, bounds=half, rests_on=(base,),
+                four | {"parallel.hpz_size": 2}, 4, bounds=half, rests_on=(base,),
             ))  # fmt: skip
         if parallel.quantize_weights:
             claims.append(Claim(
@@ -189,9 +189,9 @@ def _add_sharding(run: Run, claims: list[Claim], world: ClaimWorld, cut: int, ha
             settings = plain | {"parallel.prefetch": parallel.prefetch}
             claims.append(Claim("prefetch on 2 ranks", f"{parallel.prefetch} units gathered ahead", settings, 2,
                                 bounds=half, rests_on=(base,)))  # fmt: skip
-        if parallel.reduce == "bf16":
+        if parallel.reduce_dtype == "bf16":
             claims.append(Claim(
-                "bf16 sums on 2 ranks", "gradients reduced in bf16", plain | {"parallel.reduce": "bf16"}, 2,
+                "bf16 sums on 2 ranks", "gradients reduced in bf16", plain | {"parallel.reduce_dtype": "bf16"}, 2,
                 bounds=wider(half, INT8), rests_on=(base,), lossy="bf16 sums",
             ))  # fmt: skip
     places = {name: getattr(run.offload, name) for name in ("optimizer", "parameters", "activations")}
@@ -215,7 +215,10 @@ def _recomputed(run: Run) -> dict[str, Any]:
 def _axis_settings(parallel: Parallel, axes: dict[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {f"parallel.{name}": size for name, size in axes.items()}
     if "pipeline" in axes:
-        found |= {"parallel.schedule": parallel.schedule, "parallel.chunks": parallel.chunks and 2}
+        found |= {
+            "parallel.pipeline_schedule": parallel.pipeline_schedule,
+            "parallel.virtual_stages": parallel.virtual_stages and 2,
+        }
     if "context" in axes:
         found |= {"parallel.context_kind": parallel.context_kind}
     return found
@@ -231,7 +234,7 @@ def _add_axes(run: Run, claims: list[Claim], world: ClaimWorld, micro: int, half
         settings = {"ranks": size, "parallel.zero": 0, "train.micro_batch_size": micro}
         settings |= _axis_settings(run.parallel, {name: size})
         kind = f" ({run.parallel.context_kind})" if name == "context" else ""
-        kind = f" ({run.parallel.schedule})" if name == "pipeline" else kind
+        kind = f" ({run.parallel.pipeline_schedule})" if name == "pipeline" else kind
         told = what[name].format(size)
         claims.append(Claim(f"{name} {size}{kind}", told, settings, size, bounds=half, rests_on=(base,)))
 
@@ -241,22 +244,22 @@ def _add_all(run: Run, claims: list[Claim], world: ClaimWorld, cut: int, half: B
     parallel, offload = run.parallel, run.offload
     settings: dict[str, Any] = {
         "ranks": world.ranks, "parallel.zero": parallel.zero, "compile": run.compiled,
-        "train.in_backward": run.train.in_backward, "offload.optimizer": offload.optimizer,
+        "train.optimizer_in_backward": run.train.optimizer_in_backward, "offload.optimizer": offload.optimizer,
         "offload.parameters": offload.parameters, "offload.activations": offload.activations,
         "offload.ratio": offload.ratio, "parallel.bucket": parallel.bucket,
-        "parallel.prefetch": parallel.prefetch, "parallel.reduce": parallel.reduce,
+        "parallel.prefetch": parallel.prefetch, "parallel.reduce_dtype": parallel.reduce_dtype,
         "parallel.quantize_weights": parallel.quantize_weights,
         "parallel.quantize_gradients": parallel.quantize_gradients,
-        "parallel.gradient_feedback": parallel.gradient_feedback,
+        "parallel.error_feedback": parallel.error_feedback,
     }  # fmt: skip
     settings |= _recomputed(run) | _axis_settings(parallel, world.axes)
     if world.ranks > 1:
         settings["recompute_group"] = 1  # is for one rank: a claim of its own
     words = [f"{name} {size}" for name, size in world.axes.items()]
     if world.replicas > 1:
-        settings["parallel.shard"] = 2
-    if parallel.secondary_shard is not None:
-        settings["parallel.secondary_shard"] = 2
+        settings["parallel.dp_shard_size"] = 2
+    if parallel.hpz_size is not None:
+        settings["parallel.hpz_size"] = 2
     if world.data > 1 or parallel.context > 1:
         words.append(f"{_stage(run)}{' hybrid' if world.replicas > 1 else ''}")
     rows_each = claims[0].settings["train.micro_batch_size"] // world.data

@@ -55,6 +55,7 @@ def verify(
     options = options or VerifyOptions()
     _check(options)
     loaded = load_run(run_file, overrides)
+    loaded.print_notes()
     name = "the given run" if isinstance(run_file, dict) else Path(run_file).name
     with stopped_by_sigterm():
         folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
@@ -93,7 +94,7 @@ def _verify(
     memory = int(SHARE * _memory(device))
     length = min(run.data.sequence_length, max(64, min(TOKENS[device] // plan.rows, _eager_length(source, memory))))
     room = Room(device, memory, plan.ranks, plan.rows * length * 2 * (len(plan.claims) + 2))
-    stages = 2 * (run.parallel.chunks or 2 if run.parallel.schedule in ("interleaved", "zbv") else 1)
+    stages = 2 * (run.parallel.virtual_stages or 2 if run.parallel.pipeline_schedule in ("interleaved", "zbv") else 1)
     say("making the model of the proof")
     layers_needed = stages if run.parallel.pipeline > 1 else 1
     sized = make_model(source, folder / "model", room, options.layers, options.full, layers_needed)
@@ -121,7 +122,7 @@ def _verify(
 def _check_run(run: Run) -> int:
     """Refuses what `shardwise train` would, whatever this machine has; returns how many ranks the run has, or needs."""
     parallel = run.parallel
-    spread = parallel.tensor * math.lcm(parallel.context, parallel.shard or 1, parallel.secondary_shard or 1)
+    spread = parallel.tensor * math.lcm(parallel.context, parallel.dp_shard_size or 1, parallel.hpz_size or 1)
     total = parallel.pipeline * math.lcm(spread, parallel.expert) if run.ranks == "auto" else int(run.ranks)
     with unlaunched():
         resolve_machine(run.model_copy(update={"ranks": total, "device": "cpu", "backend": "gloo"}))
@@ -175,7 +176,7 @@ def _base(
         notes.append("fp8 is left out: its rounding depends on what is computed together")
     values["train"] |= {
         "steps": 2, "epochs": None, "batch_size": plan.rows, "schedule": "constant", "warmup": 0, "eval_every": None,
-        "stop_early": None, "in_backward": False,
+        "early_stopping": None, "optimizer_in_backward": False,
     }  # fmt: skip
     if run.router.balance != "document":
         values["router"] |= {"balance": "document"}

@@ -168,7 +168,7 @@ class Prover:
             "trust_remote_code": source.trust_remote_code, "task": source.task, "device": run.device,
             "precision": "fp32", "documents": str(self.folder / f"{name}.pt"), "answer": str(self._answer(name)),
             "trained": _trained(job), "adapter": str(self.adapter) if self.adapter else None, "scales": self.scales,
-            "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.clip,
+            "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.max_grad_norm,
             "weight_decay": train.weight_decay, "decay_norms": train.decay_norms,
             "steps_like_ours": train.optimizer == "adamw" and train.optimizer_state == "fp32",
             "routers": _routers(self.base, job),

@@ -62,7 +62,7 @@ def apply_method(model: Any, run: Run, weights: Path | None = None) -> Adapted:
         shapes = {name: features(model.get_submodule(name)) for name in plan.targets}
         if isinstance(method, Qlora):
             whole = plan.whole
-            quantize_linears(model, lambda name, _: not inside(name, whole), method.bits, method.double)
+            quantize_linears(model, lambda name, _: not inside(name, whole), method.bits, method.double_quant)
         model.requires_grad_(False)
         attach(model, plan, shapes)
         for name in plan.whole:

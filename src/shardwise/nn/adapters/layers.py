@@ -249,7 +249,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
     other = next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own), None)
     if other is not None:
         problem = f"{other} is trained whole, so the base is no longer there to be asked"
-        raise UserError("method.also", other, problem, "leave it out where the base is the reference")
+        raise UserError("method.modules_to_save", other, problem, "leave it out where the base is the reference")
     for layer in layers:
         layer.adapter_off = True
     try:

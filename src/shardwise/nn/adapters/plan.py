@@ -52,33 +52,35 @@ def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()
     """What the settings ask for on this model; `head` names modules that are new and so always trained whole."""
     if method.adapter is not None:
         return _continued(model, method, head)
-    also = find_modules(model, method.also, "method.also") if method.also else []
+    also = find_modules(model, method.modules_to_save, "method.modules_to_save") if method.modules_to_save else []
     whole = with_tied(model, [*head, *also])
     if isinstance(method, Ia3):
-        chosen = ia3_targets(model, method.targets, method.feedforward)
+        chosen = ia3_targets(model, method.target_modules, method.feedforward_modules)
         return AdapterPlan("ia3", feedforward={n: ff for n, ff in chosen.items() if not inside(n, whole)}, whole=whole)
     names = [name for name in _lora_targets(model, method) if not inside(name, whole)]
     ranks = {name: _rank(method, name) for name in names}
-    for pattern in method.ranks:
+    for pattern in method.rank_pattern:
         if not any(matches(name, pattern) for name in names):
             problem = "matches none of the modules that are adapted"
-            raise UserError("method.ranks", pattern, problem, f"name some of them, e.g. {names[0]}")
+            raise UserError("method.rank_pattern", pattern, problem, f"name some of them, e.g. {names[0]}")
     alphas = dict.fromkeys(names, float(method.scaled))
     return AdapterPlan("lora", ranks, alphas, method.rslora, method.dora, float(method.dropout), whole=whole)
 
 
 def _lora_targets(model: nn.Module, method: Lora) -> list[str]:
-    if method.targets != "linear":
-        return find_targets(model, method.targets, "method.targets")
+    if method.target_modules != "linear":
+        return find_targets(model, method.target_modules, "method.target_modules")
     if found := list(linear_modules(model)):
         return found
     problem = "this model has no linear layers besides its head"
-    raise UserError("method.targets", "linear", problem, "use method: full, with freeze for what should stay")
+    raise UserError("method.target_modules", "linear", problem, "use method: full, with freeze for what should stay")
 
 
 def _rank(method: Lora, name: str) -> int:
     """The last pattern that matches decides, so that exceptions follow rules."""
-    return next((rank for pattern, rank in reversed(method.ranks.items()) if matches(name, pattern)), method.rank)
+    return next(
+        (rank for pattern, rank in reversed(method.rank_pattern.items()) if matches(name, pattern)), method.rank
+    )
 
 
 def plan_folder(model: nn.Module, folder: Path, field: str = "adapter") -> tuple[AdapterPlan, PeftAdapter]:
@@ -122,14 +124,14 @@ def _differences(asked: AdapterPlan, plan: AdapterPlan, found: PeftAdapter) -> l
     ranks = {n: r for n, r in asked.ranks.items() if n in plan.ranks}
     alphas = {n: a for n, a in asked.alphas.items() if n in plan.alphas}
     return [
-        ("targets", set(asked.targets), set(plan.targets)),
-        ("feedforward", asked.feedforward, plan.feedforward),
+        ("target_modules", set(asked.targets), set(plan.targets)),
+        ("feedforward_modules", asked.feedforward, plan.feedforward),
         ("rank", ranks, {n: plan.ranks[n] for n in ranks}),
-        ("ranks", ranks, {n: plan.ranks[n] for n in ranks}),
+        ("rank_pattern", ranks, {n: plan.ranks[n] for n in ranks}),
         ("alpha", alphas, {n: plan.alphas[n] for n in alphas}),
         ("rslora", asked.rslora, plan.rslora),
         ("dora", asked.dora, plan.dora),
-        ("also", set(asked.whole), set(plan.whole)),
+        ("modules_to_save", set(asked.whole), set(plan.whole)),
     ]
 
 

@@ -83,8 +83,8 @@ def find_parameters(named: Mapping[str, nn.Parameter], patterns: Sequence[str], 
 
 def ia3_targets(model: nn.Module, targets: Sequence[str] | None, feedforward: Sequence[str] | None) -> dict[str, bool]:
     """The layers that get factors, and whether those scale their inputs."""
-    scaled = _given_or_known(model, targets, KEYS_AND_VALUES, "method.targets")
-    inner = _given_or_known(model, feedforward, FEEDFORWARD, "method.feedforward")
+    scaled = _given_or_known(model, targets, KEYS_AND_VALUES, "method.target_modules")
+    inner = _given_or_known(model, feedforward, FEEDFORWARD, "method.feedforward_modules")
     chosen = dict.fromkeys(scaled, False) | dict.fromkeys(inner, True)
     return {name: chosen[name] for name, _ in model.named_modules() if name in chosen}
 
@@ -143,7 +143,7 @@ def _refuse_shared(model: nn.Module, module: Any, name: str, field: str) -> None
     if len(owners) > 1:
         other = next(n for n in owners if n != name)
         problem = f"shares its weight with {other}, which an update of {name} alone would tear apart"
-        raise UserError(field, name, problem, "leave it out, or train it whole with method.also")
+        raise UserError(field, name, problem, "leave it out, or train it whole with method.modules_to_save")
 
 
 def _nothing(
@@ -155,8 +155,12 @@ def _nothing(
     problem: str = "matches nothing in this model",
     examples: Sequence[str] = (),
 ) -> UserError:
-    if field == "method.targets" and pattern in ("linear", "all-linear", "all"):  # as others write it, or in a list
-        return UserError(field, pattern, problem, "write targets: linear for every linear layer but the head")
+    if field == "method.target_modules" and pattern in (
+        "linear",
+        "all-linear",
+        "all",
+    ):  # as others write it, or in a list
+        return UserError(field, pattern, problem, "write target_modules: linear for every linear layer but the head")
     if others:
         problem = f"matches {others[0]} ({type(modules[others[0]]).__name__}), which is no linear layer"
         return UserError(field, pattern, problem, f"name linear layers, e.g. {_some(candidates)}")
