@@ -22,13 +22,17 @@ PRELOADED = [
     "torch.distributed.tensor.experimental",
     "torch.distributed.tensor.parallel",
     "transformers.generation",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    "transformers.tokenization_utils_tokenizers",
     "shardwise.foresight.prepare",
     "shardwise.parallel.apply",
     "shardwise.train.engine",
     "shardwise.train.loop",
     "support.scenarios",
+    "support.frozen_heap",
 ]
 
 
