@@ -36,7 +36,8 @@ PRELOADED = [
 ]
 
 
-def _context() -> Any:
+def forking() -> Any:
+    """Starts processes that have imported what is preloaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -76,7 +77,7 @@ def run_ranks(
     """The function's result on each rank, in order."""
     import torch
 
-    context = _context()
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         children = [
             context.Process(target=_rank, args=(function, r, ranks, folder, env or {}, args)) for r in range(ranks)
