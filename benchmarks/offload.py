@@ -94,7 +94,7 @@ def main(size: str, settings: list[str]) -> None:
     world = init_world(job.run)
     setup.fill_model = lambda job, sharded, masters: fill(sharded)  # type: ignore[assignment]
     setup.check_model = lambda *args: None  # type: ignore[assignment]
-    parts = setup.build_parts(job, world, Status(None))
+    parts = setup.build_state(job, world, Status(None))
     train = job.run.train
     built = time.perf_counter() - started
     times, losses, host = [], [], []

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:tests python -m audit.architectures [--task causal] [--json FILE] [MODEL_TYPE…]
 
-A tiny model of each class is written as a folder, trained for two steps by the run's own code (prepare_job,
-build_parts, accumulate) and compared with foresight/verify/plain.py: eager attention, one document at a time, in fp32.
+A tiny model of each class is written as a folder, trained for two steps by the run's own code (prepare_run,
+build_state, accumulate) and compared with foresight/verify/plain.py: eager attention, one document at a time, in fp32.
 Rows are laid out as a user gets them (`data.packing: auto`), and one document a row. Outcomes:
 
 equal     loss, gradients and update, up to rounding

@@ -166,8 +166,9 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
     from shardwise.foresight.prepare import prepare_run
     from shardwise.optim.schedules import set_rates
     from shardwise.parallel.offload.disk import DiskFolder
-    from shardwise.train.loop import accumulate, agree_on_units, seed_step
-    from shardwise.train.setup import build_parts
+    from shardwise.train.loop import accumulate, seed_step
+    from shardwise.train.session import agree_on_units
+    from shardwise.train.setup import build_state
     from shardwise.train.status import Status
     from support.scenarios import batch_of
 
@@ -175,7 +176,7 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
     world = init_world(job.run)
     train = job.run.train
     with DiskFolder(job.offload_folder, world.rank, world.size) as disk:
-        parts = build_parts(job, world, Status(None), disk=disk)
+        parts = build_state(job, world, Status(None), disk=disk)
         for step in range(train.steps or 0):
             seed_step(train.seed, step, world.rank // world.layout.tensor)
             batch = batch_of(parts, step)
@@ -184,5 +185,5 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
             rate = set_rates(parts.optimizer, train, step, train.steps)
             summed = accumulate(parts, batch)
             norm = parts.update()
-            parts.meter.add(step, rate, summed if parts.spread.counts else torch.zeros_like(summed), norm, batch)
+            parts.meter.add(step, rate, summed if parts.context.counts else torch.zeros_like(summed), norm, batch)
         return [(record["loss"], record["grad_norm"]) for record in parts.meter.flush()]

@@ -1,6 +1,6 @@
 """Runs a function on several ranks: real processes, gloo, one result per rank; a failure shows the rank's traceback.
 
-Processes are forked from a server that has imported torch once, so that a test of four ranks does not pay four imports.
+Processes are forked from a server that has imported what they need once: four ranks do not pay four imports.
 The function must live in a module of `support`, where the processes can find it by name.
 """
 
@@ -12,13 +12,29 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.tensor.parallel",
+    "transformers.generation",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "shardwise.foresight.prepare",
+    "shardwise.parallel.parallelize",
+    "shardwise.train.engine",
+    "shardwise.train.loop",
+    "support.scenarios",
+]
 
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "support.scenarios"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -29,6 +45,8 @@ def _rank(
 
     import torch
 
+    for name in PRELOADED:  # there already; the server says nothing of what it could not import
+        import_module(name)
     faulthandler.enable()  # a crash in native code shows where Python was
     os.environ.update(env)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))

@@ -163,7 +163,7 @@ def trained(run: dict[str, Any], bug: str = "") -> dict[str, Any]:
         loop.seed_step(0, step, world.rank)
         batch = batch_of(parts, step)
         set_rates(parts.optimizer, settings, step, settings.steps)
-        summed = loop.accumulate(parts, batch).double() * parts.spread.counts
+        summed = loop.accumulate(parts, batch).double() * parts.context.counts
         dist.all_reduce(summed)
         told["losses"].append(float(summed[0]) / batch.supervised)
         figures = zip(parts.objective.figures, (summed[1:] / batch.supervised).tolist(), strict=False)
@@ -179,7 +179,7 @@ def trained(run: dict[str, Any], bug: str = "") -> dict[str, Any]:
 
 def _loads(parts: Any) -> dict[str, list[int]]:
     """Tokens of each expert in this step, over all ranks: as the loop reports them."""
-    records: list[dict[str, Any]] = parts.spread.annotate([{}])
+    records: list[dict[str, Any]] = parts.context.annotate([{}])
     return dict(records[0].get("experts", {}).get("tokens", {}))
 
 

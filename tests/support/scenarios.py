@@ -13,11 +13,11 @@ def parts_of(run: dict[str, Any]) -> Any:
     from shardwise.config.load import load_run
     from shardwise.distributed.mesh import init_world
     from shardwise.foresight.prepare import prepare_run
-    from shardwise.train.setup import build_parts
+    from shardwise.train.setup import build_state
     from shardwise.train.status import Status
 
     job = prepare_run(load_run(run))
-    return build_parts(job, init_world(job.run), Status(None))
+    return build_state(job, init_world(job.run), Status(None))
 
 
 def batch_of(parts: Any, step: int) -> Any:
@@ -42,11 +42,12 @@ def train(run: dict[str, Any]) -> tuple[list[float], list[float], dict[str, torc
 
     from safetensors.torch import load_file
 
+    from shardwise.diloco.worker import join_others
     from shardwise.observe.metrics import read_metrics
     from shardwise.train.loop import fit
 
     parts = parts_of(run)
-    fit(parts)
+    fit(parts, join_others)
     records = [r for r in read_metrics(Path(run["output"]) / "metrics.jsonl") if r["kind"] == "train"]
     # From the exported model, not gathered: on a GPU torch 2.11 crashes in full_tensor() over gloo.
     final = load_file(next((Path(run["output"]) / "model").glob("*model.safetensors")))  # the model's, or an adapter's

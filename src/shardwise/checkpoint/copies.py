@@ -35,6 +35,7 @@ from shardwise.checkpoint.integrity import MANIFEST, Damage, digest_file, read_m
 from shardwise.checkpoint.store import RUN, STATE, TRAINER, failure_words
 from shardwise.checkpoint.writing import Digests, Pending, StateWriter
 from shardwise.config.units import Every
+from shardwise.core.compat.torch_private import local_tensor
 from shardwise.core.errors import RunFailed
 from shardwise.core.safe_pickle import SafeReader
 
@@ -418,7 +419,7 @@ def _bytes(value: Any, ranks: int) -> float:
         return 0.0
     if not isinstance(tensor, DTensor):
         return tensor.numel() * tensor.element_size() / ranks
-    local, mesh = tensor._local_tensor, tensor.device_mesh
+    local, mesh = local_tensor(tensor), tensor.device_mesh
     size = local.numel() * local.element_size()
     return size / math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_replicate())
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+
+from shardwise.core.compat.torch_private import StorageInfo
 
 CHUNK = 1 << 20  # bytes that are hashed and then written while the processor's cache still has them
 
@@ -42,7 +43,7 @@ class TensorFiles:
                         digest.update(chunk)
                         stream.write(chunk)
                     at += len(part)
-                results.append(WriteResult(item.index, at - start, _StorageInfo(file.name, start, at - start)))
+                results.append(WriteResult(item.index, at - start, StorageInfo(file.name, start, at - start)))
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper, find_state_dict_object
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.files import TensorFiles
 from shardwise.checkpoint.host_copies import host_name
 from shardwise.checkpoint.staging import Source, Staging
+from shardwise.core.compat.torch_private import DistWrapper, flatten_state_dict, local_tensor
 from shardwise.core.host_memory import host_memory
 from shardwise.distributed.lazy_rows import Rows, split_rows
 
@@ -63,7 +63,7 @@ class StateWriter:
     def __init__(self, group: dist.ProcessGroup, durable: bool, background: bool) -> None:
         """`durable`: on return the bytes are on the disk. `background`: not all has to be done at once."""
         self._durable, self._background = durable, background
-        self._ranks, self._group = _DistWrapper(group, True, 0), group
+        self._ranks, self._group = DistWrapper(group, True, 0), group
         self._plan: _WritePlan | None = None
         self._files, self._staging = TensorFiles(), Staging()
         self._notes: list[str] = []
@@ -155,7 +155,8 @@ class StateWriter:
             FileSystemWriter(folder, sync_files=self._durable).finish(plan.index, [places for places, _ in written])
             return [digests for _, digests in written]
 
-        return self._ranks.all_reduce("write", mine, seal)
+        written: list[Digests] = self._ranks.all_reduce("write", mine, seal)
+        return written
 
 
 def _outline(name: str, value: Any) -> tuple[Any, ...]:
@@ -168,7 +169,7 @@ def _outline(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _local(value: Any) -> torch.Tensor | None:
-    return value._local_tensor if isinstance(value, DTensor) else value if isinstance(value, torch.Tensor) else None
+    return local_tensor(value) if isinstance(value, DTensor) else value if isinstance(value, torch.Tensor) else None
 
 
 def _data(item: WriteItem, whole: dict[str, Any], rows: Mapping[str, Rows]) -> torch.Tensor | io.BytesIO:

@@ -76,7 +76,7 @@ def this_machine() -> Machine:
 
 def _can_compile() -> bool:
     """Whether there is what compiled blocks need: Triton, a GPU for it, and a C compiler for what starts them."""
-    from torch.utils._triton import has_triton
+    from shardwise.core.compat.torch_private import has_triton
 
     named = (os.environ.get("CC"), "gcc", "clang", "cc")
     return bool(has_triton()) and any(name is not None and shutil.which(name) for name in named)

@@ -15,10 +15,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch._functorch.config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.core.cache import cache_root
+from shardwise.core.compat.torch_private import FakeTensor, functorch_config
 
 _HOST: WeakSet[torch.UntypedStorage] = WeakSet()
 _acted: str | None = None  # no ContextVar: a compiled block asks too, and the compiler knows none
@@ -70,7 +69,7 @@ def _lightly(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _or_as_written(made: Callable[..., Any], function: Callable[..., Any], failures: list[str]) -> Callable[..., Any]:
-    from torch._dynamo.exc import TorchDynamoException
+    from shardwise.core.compat.torch_private import TorchDynamoException
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not failures:
@@ -95,7 +94,7 @@ def _keep_compiled() -> None:
 
     A folder that the user named stays.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    from shardwise.core.compat.torch_private import default_cache_dir
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_root() / "compiled")

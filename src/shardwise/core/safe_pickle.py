@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from shardwise.core.compat.torch_private import index_path
 from shardwise.core.errors import UserError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -49,7 +50,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the checkpoint."""
-        path = self._get_metadata_path(kwargs.get("rank"))
+        path = index_path(self, kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as stream:
             metadata = read_index(stream.read(), Path(self.path))
         meta = getattr(metadata, "storage_meta", None) or StorageMeta()

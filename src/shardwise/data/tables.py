@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.schema import Source
+from shardwise.core.compat.hf_private import dataset_fingerprint
 from shardwise.core.errors import UserError
 from shardwise.data.containers import CHUNK_BYTES, CHUNK_ROWS, Rows, not_a_row
 from shardwise.data.examples import BadRow, Raw
@@ -303,7 +304,7 @@ def count_hub(source: Source, field: str) -> int | None:
 def hub_digest(source: Source, field: str) -> str:
     """Which data these are: the library's fingerprint, or the revision of what is streamed."""
     if not source.streaming:
-        return str(load_hub(source, field)._fingerprint)
+        return dataset_fingerprint(load_hub(source, field))
     from huggingface_hub import HfApi
 
     try:

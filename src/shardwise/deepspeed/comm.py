@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed import ReduceOp
 
+from shardwise.core.compat.torch_private import HashStore
 from shardwise.deepspeed.refused import refuse
 
 __all__ = ["ReduceOp", "get_local_rank", "get_rank", "get_world_group", "get_world_size", "init_distributed"]

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.core.compat.torch_private import tree_leaves, tree_map, without_torch_function
 from shardwise.deepspeed.refused import refuse
 from shardwise.nn.models.weights import fill_local
 
@@ -203,7 +203,7 @@ class _Dividing(TorchFunctionMode):
         known = self._divided.get(id(parameter))
         if known is not None and known[0]() is parameter:
             return known[1]  # registered twice: tied weights stay tied
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_torch_function():
             divided = nn.Parameter(_divide(parameter.detach(), self._mesh), parameter.requires_grad)
         vars(divided).update(vars(parameter))
         self._divided[id(parameter)] = (weakref.ref(parameter), divided)

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from shardwise.core.compat.torch_private import DTensorSpec, TensorMeta
 from shardwise.core.errors import UserError
 
 

@@ -22,11 +22,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.axes import shard_size
 from shardwise.config.schema import Parallel, Run
+from shardwise.core.compat.torch_private import HashStore
 from shardwise.distributed.shared_gpu import teach_gathers
 
 LATER = 20.0  # seconds beyond the run's timeout at which a collective gives up: the watchdog is to speak first

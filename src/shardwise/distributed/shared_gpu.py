@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
+
+from shardwise.core.compat.torch_private import resolve_process_group
 
 _TAUGHT: list[torch.library.Library] = []  # a registration lasts as long as its library object
 
@@ -32,5 +33,5 @@ def _gather(mine: torch.Tensor, group_size: int, group_name: Any) -> torch.Tenso
     """The operator's meaning: everyone's tensor, one after another along the first dimension; done on return."""
     mine = mine.contiguous()
     out = mine.new_empty((group_size * mine.shape[0], *mine.shape[1:]))
-    dist.all_gather(list(out.chunk(group_size)), mine, group=_resolve_process_group(group_name))
+    dist.all_gather(list(out.chunk(group_size)), mine, group=resolve_process_group(group_name))
     return out

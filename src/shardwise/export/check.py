@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.compat.hf_private import attention_of
 from shardwise.core.cpu_probe import free_memory
 from shardwise.core.errors import RunFailed, UserError
 from shardwise.nn.adapters.layers import adapter_layers, worn_parameters
@@ -207,7 +208,7 @@ def _rotary(reference: Any, exported: Any) -> str | None:
 
 def _define(model: Any) -> None:
     """Attention as the model's own code defines it: faster ways drop the caps of some models (Gemma 2), both alike."""
-    if getattr(model.config, "_attn_implementation", "eager") != "eager":
+    if attention_of(model.config) != "eager":
         with quiet():
             model.set_attn_implementation("eager")
 

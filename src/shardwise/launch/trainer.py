@@ -64,9 +64,7 @@ class Trainer:
                 if self._job.run.parallel.beyond_data and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                     from shardwise.train.trial.check import check_axes
 
-                    router: Any = self._job.run.router
-                    coefficients = (router.aux_loss, router.z_loss)
-                    check_axes(self._job.source, self._job.run.parallel, say, coefficients)
+                    check_axes(self._job.source, self._job.run, say)
             except BaseException:
                 self._folder.release()
                 raise

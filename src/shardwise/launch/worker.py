@@ -25,7 +25,7 @@ from shardwise.train.status import logs_of
 
 if TYPE_CHECKING:
     from shardwise.resolved_run import ResolvedRun
-    from shardwise.train.loop import Outcome
+    from shardwise.train.session import Outcome
     from shardwise.train.setup import TrainState
     from shardwise.train.status import Status
 
@@ -42,7 +42,7 @@ def run_rank(
     from shardwise.distributed.mesh import init_world
     from shardwise.parallel.offload.disk import DiskFolder
     from shardwise.train.loop import fit
-    from shardwise.train.setup import build_parts
+    from shardwise.train.setup import build_state
     from shardwise.train.watchdog.watchdog import Watchdog
 
     status.set("meeting the other ranks")
@@ -54,7 +54,7 @@ def run_rank(
     host = HostMemoryWatch(partial(tell, "run")) if world.local_rank == 0 else nullcontext()
     with watchdog, host, DiskFolder(job.offload_folder, world.rank, world.size) as disk:
         try:
-            parts = build_parts(job, world, status, say if world.is_main else lambda _: None, disk)
+            parts = build_state(job, world, status, say if world.is_main else lambda _: None, disk)
             watchdog.follow(parts.sharded.model)
             outcome = fit(parts, join_others)
         except torch.OutOfMemoryError as error:

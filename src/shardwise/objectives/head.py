@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from shardwise.core.compat.torch_private import local_tensor
 from shardwise.core.effective_device import effective_device, indices_where
 from shardwise.data.loader import IGNORE
 from shardwise.nn.kernels.add_product import add_product_
@@ -213,7 +214,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """The entry with the largest logit of each row; where ranks have parts of them, each tells its best alone."""
     if not isinstance(logits, DTensor):
         return logits.argmax(-1)
-    (where,), local = logits.placements, logits._local_tensor
+    (where,), local = logits.placements, local_tensor(logits)
     if where.is_replicate():
         return local.argmax(-1)
     assert where == Shard(logits.ndim - 1), where

@@ -29,7 +29,7 @@ def make_reference(job: ResolvedRun, world: World) -> Reference:
     """What gives the reference of a model, around a forward."""
     if not needs_copy(job.run):
         return without_adapters
-    copy = build_frozen(job.source, world, job.run.precision, job.run.train.seed)
+    copy = build_frozen(job.source, job.run, world)
 
     @contextmanager
     def frozen(model: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.core.compat.torch_private import ConvNd
 from shardwise.optim.elementwise import Elementwise
 from shardwise.optim.rules import RULES
 from shardwise.optim.shards import Division, division_of, local_grad, local_of, new_step, zeros_beside
@@ -47,7 +48,7 @@ def inner_matrices(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
     outside: set[int] = set()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in [*model.modules(), head]:
-        if module is head or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+        if module is head or isinstance(module, nn.Embedding | ConvNd):
             outside |= {id(p) for p in module.parameters(recurse=False)} if module is not None else set()
     return {
         name for name, p in parameters.items() if p.ndim in (2, 3) and min(p.shape[-2:]) > 1 and id(p) not in outside

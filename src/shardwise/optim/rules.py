@@ -13,6 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.core.compat.torch_private import (
+    foreach_add_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sign_,
+    fused_adamw_,
+)
+
 States = dict[str, list[Tensor]]
 
 
@@ -44,7 +53,7 @@ class AdamW:
         if not params:
             return
         step = torch.full((), float(hyper.step), device=params[0].device)
-        torch._fused_adamw_(
+        fused_adamw_(
             params,
             grads,
             states["exp_avg"],
@@ -70,11 +79,11 @@ class Lion:
         if not params:
             return
         means, (beta1, beta2) = states["exp_avg"], hyper.betas
-        update = torch._foreach_lerp(means, grads, 1 - beta1)
-        torch._foreach_sign_(update)
+        update = foreach_lerp(means, grads, 1 - beta1)
+        foreach_sign_(update)
         _decay(params, hyper)
-        torch._foreach_add_(params, update, alpha=-hyper.lr)
-        torch._foreach_lerp_(means, grads, 1 - beta2)
+        foreach_add_(params, update, alpha=-hyper.lr)
+        foreach_lerp_(means, grads, 1 - beta2)
 
 
 class Momentum:
@@ -86,10 +95,10 @@ class Momentum:
         if not params:
             return
         buffers = states["momentum_buffer"]
-        torch._foreach_mul_(buffers, hyper.betas[0])
-        torch._foreach_add_(buffers, grads)
+        foreach_mul_(buffers, hyper.betas[0])
+        foreach_add_(buffers, grads)
         _decay(params, hyper)
-        torch._foreach_add_(params, buffers, alpha=-hyper.lr)
+        foreach_add_(params, buffers, alpha=-hyper.lr)
 
 
 class Descent:
@@ -101,12 +110,12 @@ class Descent:
         if not params:
             return
         _decay(params, hyper)
-        torch._foreach_add_(params, grads, alpha=-hyper.lr)
+        foreach_add_(params, grads, alpha=-hyper.lr)
 
 
 def _decay(params: list[Tensor], hyper: Hyper) -> None:
     if hyper.weight_decay:
-        torch._foreach_mul_(params, 1 - hyper.lr * hyper.weight_decay)
+        foreach_mul_(params, 1 - hyper.lr * hyper.weight_decay)
 
 
 RULES: dict[str, UpdateRule] = {"adamw": AdamW(), "lion": Lion(), "sgd": Momentum()}

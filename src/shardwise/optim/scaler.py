@@ -8,17 +8,16 @@ mended: it is noted in `exhausted`, which the loop reads when it reports.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from shardwise.config.schema import LossScale
+from shardwise.core.compat.torch_private import OpenGradScaler
 
 
-class LossScaler(torch.amp.GradScaler):
+class LossScaler(OpenGradScaler):
     """GradScaler (scale, unscale_, step, state_dict, …) whose `update` follows the run's `loss_scale`."""
 
     def __init__(self, device: str, settings: LossScale, enabled: bool) -> None:
@@ -26,31 +25,29 @@ class LossScaler(torch.amp.GradScaler):
         start = settings.initial if settings.value == "dynamic" else settings.value
         super().__init__(device, init_scale=float(start), enabled=enabled)
         if enabled:  # not with the first loss, as torch does: of a pipeline's stages only the last has one
-            self._lazy_init_scale_growth_tracker(torch.device(device))
+            self.start(torch.device(device))
         self._left: torch.Tensor | None = None  # overflows until the scale is halved
         self._exhausted: torch.Tensor | None = None
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
         """After `unscale_`: an overflow on any rank is one on all, also where ranks have different parameters."""
-        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        for overflow in self.overflows_of(optimizer):
+            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 
     def taken(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | bool:
         """After `step`, before `update`: whether it changed anything, as 0 or 1 on the device; True without scaling."""
-        if not self._enabled:
+        if not self.is_enabled():
             return True
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        return (torch.stack([inf.reshape(()) for inf in found]).sum() == 0).float()
+        return (torch.stack([inf.reshape(()) for inf in self.overflows_of(optimizer)]).sum() == 0).float()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """After `step`: adapts the scale to whether this step overflowed on any rank."""
         assert new_scale is None, "the scale follows loss_scale"
-        if not self._enabled:
+        if not self.is_enabled():
             return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        found = [inf for state in self._per_optimizer_states.values() for inf in state["found_inf_per_device"].values()]
+        scale, tracker = self.scale_and_growth()
+        found = self.take_overflows()
         assert found, "update needs unscale_ or step before it"
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if self.settings.value == "dynamic":
             overflow = torch.stack([inf.to(scale.device, non_blocking=True).reshape(()) for inf in found]).sum() > 0
             self._adapt(overflow, scale, tracker)
@@ -91,20 +88,15 @@ class LossScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters; empty where scaling is off."""
-        if not self._enabled:
+        if not self.is_enabled():
             return {}
         left = self.settings.hysteresis if self._left is None else int(self._left)
-        return {"scale": self.get_scale(), "_growth_tracker": self._get_growth_tracker(), "hysteresis": left}
+        return {"scale": self.get_scale(), "_growth_tracker": self.growth(), "hysteresis": left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from a saved scale, unless the run now says that it stays or how many overflows it takes."""
-        if not self._enabled or self.settings.value != "dynamic":
+        if not self.is_enabled() or self.settings.value != "dynamic":
             return
-        self._init_scale, self._init_growth_tracker = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
-        if self._scale is not None:
-            self._scale.fill_(self._init_scale)
-        if self._growth_tracker is not None:
-            self._growth_tracker.fill_(self._init_growth_tracker)
+        device = self.set_scale(float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
         left = min(int(state_dict.get("hysteresis", self.settings.hysteresis)), self.settings.hysteresis)
-        device = self._scale.device if self._scale is not None else torch.device(self._device)
         self._left = torch.tensor(left, dtype=torch.int32, device=device)

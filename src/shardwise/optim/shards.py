@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.core.compat.torch_private import local_tensor
+
 
 @dataclass(frozen=True)
 class Division:
@@ -47,7 +49,7 @@ def division_of(parameter: Tensor) -> Division:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's rows, as a plain tensor that shares the memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_grad(parameter: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from shardwise.core.compat.hf_private import is_stateful
+
 SPARE = 64  # columns that are added at once
 
 
@@ -54,7 +56,7 @@ def _wider(like: torch.Tensor, columns: int) -> torch.Tensor:
 
 def can_join(model: Any) -> bool:
     """Whether rows of different requests can share a cache: every layer keeps keys and values of each token."""
-    if getattr(model, "_is_stateful", False):
+    if is_stateful(model):
         return False
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
     return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}

@@ -31,12 +31,12 @@ from shardwise.config.combinations import axes_used, first_clash
 from shardwise.config.explain import wanted
 from shardwise.config.renamed import RENAMED, rename
 from shardwise.config.resolve import check_secondary
-from shardwise.config.schema import LossScale, Offload, Parallel
+from shardwise.config.schema import Data, LossScale, Model, Offload, Parallel, Run, Source
 from shardwise.config.section import Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.core.errors import UserError
 from shardwise.distributed.mesh import World, join_world, layout_of
-from shardwise.nn.models.build import find_blocks, materialise
+from shardwise.nn.models.build import materialise
 from shardwise.nn.models.weights import fill_local
 from shardwise.observe.breakdown import timer_for
 from shardwise.optim.build import decay_groups
@@ -45,9 +45,7 @@ from shardwise.parallel.offload.checkpoint_entries import masters
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.offload.policy import offload_given, offloaded_share, splits_masters, store_in_bf16
-from shardwise.parallel.zero.overlap import given, install_overlap
-from shardwise.parallel.zero.plusplus import install_collectives
-from shardwise.parallel.zero.stages import ShardedModel, shard_model
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.update import Update
 from shardwise.train.state import prime_optimizer, tensors_of
@@ -72,6 +70,11 @@ class EngineConfig(Section):
     offload: Offload = Field(Offload(), description="what is kept off the device; AdamW alone can be")
     breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
 
+    def as_run(self) -> Run:
+        """What `parallelize` takes: these settings as a run's, without a model and data of its own."""
+        settings = {name: getattr(self, name) for name in ("parallel", "precision", "offload", "timeout")}
+        return Run(model=Model(name="given"), data=Data(train=(Source(path="given"),)), **settings)
+
 
 class Engine:
     """A sharded model that is called like the model, and steps like an optimizer."""
@@ -89,17 +92,13 @@ class Engine:
                 values = {n: p.detach() for n, p in model.named_parameters()}
                 store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
-        sending = given(config.parallel)
-        shard_model(
-            model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, sending.bucket,
-            reduce=config.parallel.reduce_dtype,
-        )  # fmt: skip
-        if fill is not None:
-            materialise(model, world.device)
-            fill(model)
-        self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
-        install_collectives(self.sharded, config.parallel, world, config.timeout)
-        install_overlap(self.sharded, sending.prefetch, not config.parallel.quantize_gradients, self.timer.on)
+
+        def give_values(model: nn.Module, device: torch.device) -> None:
+            if fill is not None:
+                materialise(model, device)
+                fill(model)
+
+        self.sharded, _ = parallelize(model, config.as_run(), world, timer=self.timer, materialise=give_values)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         if config.offload.optimizer != "none":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from shardwise.core.compat.torch_private import dump_memory_snapshot, record_memory_history
 from shardwise.distributed.mesh import World
 from shardwise.observe.profile import UPDATE, StepProfile, recording
 
@@ -43,7 +44,7 @@ class Profiling:
         name, cuda = f"step-{number:08d}.rank-{self._world.rank}", self._world.device.type == "cuda"
         trace = self._folder / f"{name}.trace.json"
         if cuda:
-            torch.cuda.memory._record_memory_history(max_entries=LONGEST)
+            record_memory_history(LONGEST)
         self._active = True
         try:
             with recording(self._world.device, trace) as recorded:
@@ -51,8 +52,8 @@ class Profiling:
         finally:
             self._active = False
             if cuda:
-                torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
+                dump_memory_snapshot(str(self._folder / f"{name}.memory.pickle"))
+                record_memory_history(None)
         if self._world.is_main and recorded.profile is not None:
             summary = self._folder / f"step-{number:08d}.txt"
             text = in_words(self._job, recorded.profile, tokens, self._world)

@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardwise.core.compat.torch_private import scaled_mm
 from shardwise.core.errors import UserError
 
 MIB = 2**20
@@ -249,7 +250,7 @@ def _scaled(size: int, device: torch.device) -> Callable[[], Any]:
     """Float8 with one scale per tensor; the second operand column by column, as the kernels want it."""
     left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return lambda: scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.core.compat.torch_private import schema_of
 from shardwise.nn.attention.long_context import heads_at_a_time
 
 GROUPED = ("_grouped_mm", "grouped_product")  # the second: of nn/kernels/grouped.py
@@ -16,7 +17,7 @@ BACKWARD = 2.5  # of attention, against its forward: five matrix products for tw
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Multiplications and additions of one call; 0 for what moves data at most."""
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if "attn" in name or "attention" in name:
         return _attention(func, args, kwargs, "backward" in name)
     if name.startswith("lora_linear"):
@@ -36,7 +37,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _attention(func: Any, args: Any, kwargs: Any, backward: bool) -> int:
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
     query, key = given["query"], given["key"]
     value = given["value"]
     longest = given.get("max_k", given.get("longest"))
@@ -61,7 +62,7 @@ def _adapted(args: Any, backward: bool) -> int:
 
 def workspace_of(func: Any, args: Any) -> int:
     """Bytes that an operator of ours takes while it runs, such as the unpacked weight of a layer in few bits."""
-    name = func._schema.name
+    name = schema_of(func).name
     if name == "shardwise::lora_linear" and args[8]:
         return int(args[4].shape[0] * args[7] * args[0].element_size())
     if name == "shardwise::lora_linear_backward" and args[9]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.core.compat.hf_private import grouped_product_as
+from shardwise.core.compat.torch_private import FakeTensor, safe_softmax
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -25,22 +27,17 @@ class _GroupedProduct(torch.autograd.Function):
         return torch.empty_like(rows), torch.empty_like(weight)
 
 
-@contextmanager
-def grouped_products() -> Iterator[None]:
+def grouped_products() -> AbstractContextManager[None]:
     """torch knows the shapes of grouped products in bf16 alone: those of other types are told here."""
-    from transformers.integrations import moe
 
-    own: Any = moe._grouped_mm
+    def change(own: Any) -> Any:
+        def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
+            known = weight.dtype == torch.bfloat16 or not isinstance(weight, FakeTensor)
+            return own(input, weight, offs) if known else _GroupedProduct.apply(input.to(weight.dtype), weight)
 
-    def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
-        known = weight.dtype == torch.bfloat16 or not isinstance(weight, FakeTensor)
-        return own(input, weight, offs) if known else _GroupedProduct.apply(input.to(weight.dtype), weight)
+        return grouped
 
-    moe._grouped_mm = grouped
-    try:
-        yield
-    finally:
-        moe._grouped_mm = own
+    return grouped_product_as(change)
 
 
 @contextmanager
@@ -76,5 +73,5 @@ def _in_steps(
     assert not is_causal and not enable_gqa
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query.float() * root) @ (key.float() * root).transpose(-2, -1)
-    weights = torch.native_dropout(torch.ops.aten._safe_softmax(scores.add_(bias), -1), dropout, True)[0]
+    weights = torch.native_dropout(safe_softmax(scores.add_(bias), -1), dropout, True)[0]
     return (weights @ value.float()).to(query.dtype)

@@ -18,11 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from shardwise.core.compat.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    in_backward,
+    local_tensor,
+    schema_of,
+    storage_key,
+    tree_leaves,
+)
 from shardwise.core.effective_device import is_host
 from shardwise.foresight.rehearse.flops import GROUPED, flops_of, workspace_of
 from shardwise.nn.attention.long_context import recalled
@@ -130,7 +136,7 @@ class StepTracker(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         found = collective_of(func, args, result)
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         phase, module = self.place()
         if found is not None:
             self.collectives.append((phase, module, found))
@@ -138,7 +144,7 @@ class StepTracker(TorchDispatchMode):
                 self.passes[-1][sent(phase, found)] += 1
             for tensor in _tensors((args, kwargs)):
                 self._label(tensor, "communication")
-        elif func._schema.name.startswith("fsdp::"):
+        elif schema_of(func).name.startswith("fsdp::"):
             for tensor in _tensors(kwargs.get("out", ())):
                 self._label(tensor, "gathered" if "split" in name else "communication")
         for tensor in _tensors(result):
@@ -158,7 +164,7 @@ class StepTracker(TorchDispatchMode):
 
     def place(self) -> tuple[str, str]:
         """The phase and the module in which something happens; recomputation counts as backward."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         phase = "backward" if backward else "forward" if self.phase == "step" else self.phase
         return phase, self._stack[-1] if self._stack else ""
 
@@ -170,12 +176,12 @@ class StepTracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor, phase: str, module: str, name: str) -> None:
         storage = tensor.untyped_storage()
-        known = self._live.get(storage._cdata)
+        known = self._live.get(storage_key(storage))
         if known is not None and known[1]() is storage:
             if not is_host(tensor):
                 return
             self._free(known[0])  # seen as it was made, before it was said to be the host's
-            del self._live[storage._cdata]
+            del self._live[storage_key(storage)]
         if not is_host(tensor):
             self._add(storage, phase, module, name)
         elif phase == "forward" and name not in ("held", *NO_KERNEL) and storage not in self._hosted:
@@ -183,7 +189,7 @@ class StepTracker(TorchDispatchMode):
             self.to_host += storage.nbytes()
 
     def _add(self, storage: torch.UntypedStorage, phase: str, module: str, name: str, category: str = "") -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         block = MemoryBlock(0, phase, module, name, self.time, category)
 
         def gone(_: Any) -> None:
@@ -196,13 +202,13 @@ class StepTracker(TorchDispatchMode):
         self._fill(block, _rounded(storage.nbytes()))
 
     def _label(self, tensor: torch.Tensor, category: str) -> None:
-        known = self._live.get(tensor.untyped_storage()._cdata)
+        known = self._live.get(storage_key(tensor.untyped_storage()))
         if known is not None and not known[0].category:
             known[0].category = category
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """A storage that is filled again counts as a new block."""
-        known = self._live.get(storage._cdata)
+        known = self._live.get(storage_key(storage))
         if known is None or known[0].size * (known[0].died is None) == _rounded(storage.nbytes()):
             return
         block = known[0]
@@ -224,9 +230,9 @@ class StepTracker(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str, name: str) -> None:
         given, made = _tensors((args, kwargs)), _tensors(result)
-        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        written = {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}
         if written:
-            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            named = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
             made = _tensors([named.get(name) for name in written])
         if not made or not given:
             return
@@ -242,7 +248,7 @@ class StepTracker(TorchDispatchMode):
             groups = given[1].shape[0] if given[1].ndim == 3 else max(1, given[-1].numel())
             shape = (given[0].numel() // given[0].shape[-1] // groups, given[0].shape[-1], given[1].shape[-1])
         elif flops and ("attn" in name or "attention" in name):
-            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            named = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
             shape = (named["query"].shape[-2], named["key"].shape[-2], named["query"].shape[-1])
         done = OperatorWork(phase, name, flops, size, str(kind).removeprefix("torch."), shape)
         self.work[done] += 1
@@ -284,7 +290,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     found = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, DTensor):
-            leaf = leaf._local_tensor
+            leaf = local_tensor(leaf)
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
     return found

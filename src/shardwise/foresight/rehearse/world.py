@@ -15,7 +15,7 @@ from shardwise.distributed.mesh import World, join_world, layout_of
 @contextmanager
 def fake_world(run: Run, rank: int, ranks: int) -> Iterator[World]:
     """This process as one rank of many, until the end of the block; every collective leaves its buffers as they are."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from shardwise.core.compat.torch_private import FakeStore
 
     assert not dist.is_initialized(), "a rehearsal needs a process without groups of its own"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.compat.hf_private import is_config, set_experts_of
 from shardwise.nn.adapters.packed_linear import packed_linear
 from shardwise.nn.adapters.packing import WeightPacking, packed_parameter
 from shardwise.nn.kernels.nf4 import Bits, RowFormat
@@ -62,7 +63,7 @@ class QuantizedExperts(nn.Module):
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is a stack of experts whose implementation can be chosen."""
-    known = hasattr(module, "is_transposed") and hasattr(getattr(module, "config", None), "_experts_implementation")
+    known = hasattr(module, "is_transposed") and is_config(getattr(module, "config", None))
     return known and any(p.ndim == 3 for p in module.parameters(recurse=False))
 
 
@@ -74,6 +75,6 @@ def quantize_experts(module: Any, bits: Bits, double: bool) -> None:
             packing = WeightPacking(parameter.shape, RowFormat(parameter.shape[-1], bits, double))
             setattr(module, name, packed_parameter(parameter, packing))
             module.packings[name] = packing
-    module.config._experts_implementation = "eager"
+    set_experts_of(module.config, "eager")
     plain = type(module)
     module.__class__ = type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), {})

@@ -21,10 +21,12 @@ import torch
 
 from shardwise.config.objectives import Task
 from shardwise.core.cache import cache_root
+from shardwise.core.compat.hf_private import attention_of
 from shardwise.core.labels import IGNORE
 from shardwise.data.documents import Documents
 from shardwise.nn.attention.document_mask import RowsMask
 from shardwise.nn.attention.varlen import register, set_attention
+from shardwise.nn.models.build import find_blocks
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.tiny.case import (
     DoubleSoftmax,
@@ -42,7 +44,7 @@ LENGTHS = ((5, 11), (16,), (7, 4, 5), (9, 7))  # of the documents in each packed
 PADDING = (0, 4, 0, 7)  # at the end of each padded row
 OF_TARGETS = (5, 0, 3, 0)  # the same where rows have a source and a target
 
-FORMAT = 2  # of cached outcomes
+FORMAT = 3  # of cached outcomes
 
 Rows = Literal["packed", "padded", "single"]  # several documents a row; one, filled up to the longest; a row at a time
 
@@ -52,7 +54,8 @@ class AttentionPath:
     """Transformers' name for the attention, and whether packed rows bring their documents (document_mask.py).
 
     `slower`: what keeps the model from SDPA. `trouble`: what is wrong with every path. `untried`: why no tiny model of
-    the class could be tried; the name is empty then, and transformers' own choice stands.
+    the class could be tried; the name is empty then, and transformers' own choice stands. `bypassed`: a block whose
+    `forward` is called directly, so that no hook of it ever runs.
     """
 
     implementation: str
@@ -60,6 +63,7 @@ class AttentionPath:
     slower: str = ""
     trouble: str = ""
     untried: str = ""
+    bypassed: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ def path_for(source: ModelSource, rows: Rows, documents: bool = True) -> Attenti
 def set_path(model: Any, task: Task) -> None:
     """Sets the attention of a model that was loaded to be used, as `path_for` finds it for rows with padding."""
     register()
-    if model.config._attn_implementation in ("sdpa", "eager"):
+    if attention_of(model.config) in ("sdpa", "eager"):
         path = path_for(ModelSource("", model.config, None, "", task=task), "padded")
         if path.implementation:
             set_attention(model, path.implementation)
@@ -193,9 +197,34 @@ def _try_in(case: TinyCase, rows: Rows, documents: bool) -> AttentionPath:
             troubles.append(_line(error))
             continue
         if verdict.right:
-            return replace(path, slower=troubles[0] if path.implementation == "eager" else "")
+            slower = troubles[0] if path.implementation == "eager" else ""
+            return replace(path, slower=slower, bypassed=bypassed_block(case))
         troubles.append(f"loss {verdict.loss:.0e} apart, gradient of {verdict.module} {verdict.gradient:.0e}")
     return replace(paths[0], trouble=next((text for text in troubles if "nan" in text), troubles[0]))
+
+
+def bypassed_block(case: TinyCase) -> str:
+    """The first block whose `forward` is called directly instead of the block; empty where there is none.
+
+    Sharding gathers parameters in hooks of the block, which such a call does not run.
+    """
+    model = case.model()
+    hooked: set[str] = set()
+    entered: set[str] = set()
+    for name, block in find_blocks(model):
+        block.register_forward_pre_hook(lambda *_, name=name: hooked.add(name))
+        block.forward = _noting(block.forward, name, entered)
+    with torch.no_grad():
+        model(**case.inputs(rows=1), use_cache=False)
+    return min(entered - hooked, default="")
+
+
+def _noting(forward: Any, name: str, entered: set[str]) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        entered.add(name)
+        return forward(*args, **kwargs)
+
+    return noted
 
 
 def _key(case: TinyCase, rows: Rows, documents: bool) -> str:

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
+from shardwise.core.compat.torch_private import tree_map
 from shardwise.data.documents import Documents
 
 ALIGNED = 8  # elements, at which attention kernels want the rows of a bias to begin

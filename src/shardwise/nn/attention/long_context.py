@@ -19,10 +19,18 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.core.compat.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cudnn_attention,
+    cudnn_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+
 LONG = 2 << 30  # from so many bytes of queries on
 AT_A_TIME = 1 << 28  # of queries; from 262,144 tokens on a head of keys is as fast as all of them on an H200
 CUDNN = (9, 0)  # GPUs on which cuDNN's kernels come first (nn/attention/varlen.py)
-_aten = torch.ops.aten
 _thread = threading.local()  # an operator is given tensors and numbers alone; backward computes again in its own thread
 
 Made = tuple[torch.Tensor, torch.Tensor]
@@ -104,13 +112,13 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
     for of_queries, of_keys in _parts(query, key):
         q, k, v = _own(query[:, of_queries], key[:, of_keys], value[:, of_keys])
         if kernel == "cudnn":
-            found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+            found = cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
         else:
             k, v = (_repeated(x, q.shape[1]) for x in (k, v))
             found = (
-                _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+                flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
                 if kernel == "flash"
-                else _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+                else cpu_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
             )
         out[:, of_queries] = found[0]
         sums[:, of_queries] = found[1].view(sums[:, of_queries].shape)
@@ -140,7 +148,7 @@ def long_attention_backward(
         o, grad, lse = _own(out[:, of_queries], gradient[:, of_queries], sums[:, of_queries])
         if kernel == "cudnn":
             seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is none
-            found = _aten._scaled_dot_product_cudnn_attention_backward(
+            found = cudnn_attention_backward(
                 grad, q, k, v, o, lse[..., None], seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal,
                 scale=scale,
             )  # fmt: skip
@@ -148,13 +156,11 @@ def long_attention_backward(
             k, v = (_repeated(x, q.shape[1]) for x in (k, v))
             if kernel == "flash":
                 seed = torch.zeros((), dtype=torch.int64, device=q.device)
-                found = _aten._scaled_dot_product_flash_attention_backward(
+                found = flash_attention_backward(
                     grad, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, seed, scale=scale
                 )
             else:
-                found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad, q, k, v, o, lse, 0.0, is_causal, scale=scale
-                )
+                found = cpu_flash_attention_backward(grad, q, k, v, o, lse, 0.0, is_causal, scale=scale)
         for whole, part, place in zip(grads, found, (of_queries, of_keys, of_keys), strict=True):
             heads = place.stop - place.start
             whole[:, place] = part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2)

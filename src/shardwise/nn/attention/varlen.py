@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from shardwise.core.compat.hf_private import attention_of, is_config, set_attention_of
 from shardwise.core.effective_device import effective_device, stands_in
 from shardwise.nn.attention.document_mask import DocumentMask, OwnMask, OwnRows, RowsMask
 from shardwise.nn.attention.length_groups import attend_in_groups, groups_of
@@ -74,31 +75,31 @@ def built_with(kind: Any, config: Any, attention: str | None, **how: Any) -> Any
 def _configs(model: Any) -> dict[int, Any]:
     """The configs of a model's parts that name an attention."""
     found = (getattr(module, "config", None) for module in model.modules())
-    return {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+    return {id(config): config for config in found if is_config(config)}
 
 
 def set_attention(model: Any, name: str) -> None:
     """Names the attention of every part of a model."""
     for config in _configs(model).values():
-        config._attn_implementation = name
+        set_attention_of(config, name)
 
 
 @contextlib.contextmanager
 def attention_as(model: Any, name: str) -> Iterator[None]:
     """Within it every part of a model attends by this name."""
-    before = [(config, config._attn_implementation) for config in _configs(model).values()]
+    before = [(config, attention_of(config)) for config in _configs(model).values()]
     set_attention(model, name)
     try:
         yield
     finally:
         for config, own in before:
-            config._attn_implementation = own
+            set_attention_of(config, own)
 
 
 def install(model: Any) -> bool:
     """Teaches transformers about documents; False where this model attends by other means, and needs the plain path."""
     register()
-    return {config._attn_implementation for config in _configs(model).values()} <= {"sdpa", "eager"}
+    return {attention_of(config) for config in _configs(model).values()} <= {"sdpa", "eager"}
 
 
 def register() -> None:

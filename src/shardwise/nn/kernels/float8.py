@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.core.compat.torch_private import scaled_mm
 from shardwise.core.effective_device import effective_device
 from shardwise.nn.kernels.round_turned import lengthened, round_both, round_turned, rounded
 
@@ -132,4 +133,4 @@ def multiply(
     """left (by rows) · right (by columns), scaled back; `fast` adds up with fewer bits, good enough for a forward."""
     if effective_device(left) == "cpu":  # torch's own product of scaled rows dies there on some shapes
         return ((left.float() @ right.float()) * a * b).to(dtype)
-    return torch._scaled_mm(left, right, a, b, out_dtype=dtype, use_fast_accum=fast)
+    return scaled_mm(left, right, a, b, out_dtype=dtype, use_fast_accum=fast)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.core.compat.torch_private import foreach_norm
 from shardwise.nn.kernels.multi_tensor_apply import addresses, ends, places
 
 try:
@@ -22,7 +23,7 @@ BLOCK, STEPS, WARPS = 4096, 4, 8
 def norm_of_all(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all tensors taken together."""
     plain = [t for t in tensors if not _takes(t)]
-    parts = list(torch._foreach_norm(plain, 2, torch.float32)) if plain else []
+    parts = list(foreach_norm(plain, 2, torch.float32)) if plain else []
     squares = [torch.stack(parts).square()] if parts else []
     for kind in (torch.bfloat16, torch.float32):
         if taken := [t for t in tensors if _takes(t) and t.dtype == kind]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.config.resolve import Resolution, purpose_of
 from shardwise.config.schema import Run
+from shardwise.core.compat.hf_private import attention_of
 from shardwise.core.errors import UserError
 from shardwise.data.labels import class_of, collect_labels
 from shardwise.data.row_renderers import ROW_PURPOSES
@@ -61,7 +62,7 @@ def settle_attention(result: Resolution, source: ModelSource, say: Callable[[str
     Where packed rows would be computed otherwise than single documents, `data.packing: auto` is answered with no;
     where padded rows would, with rows one at a time.
     """
-    own = getattr(source.config, "_attn_implementation", None)
+    own = attention_of(source.config)
     if own not in (None, "sdpa", "eager"):
         return source  # a kernel that the user chose
     run, kind = result.run, source.config.model_type
@@ -97,6 +98,9 @@ def on_rows_of(run: Run, source: ModelSource) -> ModelSource:
 
 def _on_path(source: ModelSource, path: AttentionPath, say: Callable[[str], None]) -> ModelSource:
     kind = source.config.model_type
+    if path.bypassed:
+        problem = f"{kind} calls the forward of its block {path.bypassed} directly, which sharding cannot see"
+        raise UserError("model", source.label, problem, "use another model")
     if path.untried:
         say(f"attention: no tiny {kind} model could be compared with its definition ({path.untried})")
         return source

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.core.compat.hf_private import init_weights, unsplittable
 from shardwise.core.errors import UserError
 from shardwise.distributed.lazy_rows import Rows
 from shardwise.nn.attention.varlen import built_with
@@ -116,7 +117,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     An encoder–decoder model has two such lists.
     """
-    declared = set(getattr(model, "_no_split_modules", None) or ())
+    declared = unsplittable(model)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     listed = {id(child) for one in lists for child in one}
     blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in declared and id(m) in listed]
@@ -207,7 +208,7 @@ def fill_random(
             if whole:
                 _initialise(unit, owner)
             else:
-                owner._init_weights(unit)
+                init_weights(owner, unit)
         for key, target in wanted.items():
             whole_name = f"{name}.{key}" if name else key
             values, packing = unit.get_parameter(key).detach(), packing_of(model, whole_name)
@@ -261,7 +262,7 @@ def _initialise(module: nn.Module, owner: Any) -> None:
 
     for child in module.children():
         _initialise(child, child if isinstance(child, PreTrainedModel) else owner)
-    owner._init_weights(module)
+    init_weights(owner, module)
 
 
 def store_in(model: nn.Module, dtype: torch.dtype, frozen_only: bool = False) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwise.core.compat.hf_private import set_conversions
+
 
 @dataclass(frozen=True)
 class TensorPart:
@@ -70,7 +72,7 @@ def link(model: Any, stored: Collection[str] | None) -> TensorNames:
             converted.append(key)
     # As `save_pretrained` does: a prefix is put back only where the files had it.
     kept = [r for r in rules if (r.was_used() if stored is not None else not isinstance(r, PrefixChange))]
-    model._weight_conversions = kept
+    set_conversions(model, kept)
     found = TensorNames(model, same, tuple(converted), extra)
     found.parts.extend(_parts(model, same, kept, fresh=stored is None))
     return found

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardwise.core.compat.torch_private import compute_local_shape_and_global_offset
 from shardwise.core.errors import UserError
 from shardwise.distributed.lazy_rows import Rows
 from shardwise.nn.adapters.layers import is_added

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.compat.hf_private import apply_gate, experts_of, set_experts_of
 from shardwise.nn.adapters.quantized_experts import is_experts
 from shardwise.nn.kernels.grouped import grouped_product
 from shardwise.nn.kernels.rows import copied_again, copied_rows, summed_rows
@@ -26,10 +27,10 @@ def use_grouped_experts(model: nn.Module) -> list[str]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     stacks: dict[str, Any] = {name: module for name, module in model.named_modules() if is_experts(module)}
-    chosen = {name: m for name, m in stacks.items() if m.config._experts_implementation in ("grouped_mm", NAME)}
+    chosen = {name: m for name, m in stacks.items() if experts_of(m.config) in ("grouped_mm", NAME)}
     ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
     for module in chosen.values():
-        module.config._experts_implementation = NAME
+        set_experts_of(module.config, NAME)
     return list(chosen)
 
 
@@ -50,7 +51,7 @@ def grouped_experts(module: Any, rows: torch.Tensor, experts: torch.Tensor, weig
     if module.has_bias:
         bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         inside = inside + _Pick.apply(bias, ordered)
-    inside = module._apply_gate(inside) if module.has_gate else module.act_fn(inside)
+    inside = apply_gate(module, inside) if module.has_gate else module.act_fn(inside)
     share = _Permute.apply(weights.reshape(-1), order, inverse)[:, None]
     out: Any = _Product.apply((inside * share).to(narrow.dtype), narrow, ends)
     if module.has_bias:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.config.objectives import Task
+from shardwise.core.compat.hf_private import set_experts_of
 from shardwise.core.labels import IGNORE
 from shardwise.data.loader import MicroBatch
 from shardwise.nn.attention.varlen import built_with
@@ -78,7 +79,7 @@ class TinyCase:
             model: Any = built_with(kind, without_recording(self.config), name).to(self.dtype)
         model.config.use_cache = False
         if self.dtype is torch.float64:
-            model.config._experts_implementation = "eager"  # grouped matmuls know no double precision
+            set_experts_of(model.config, "eager")  # grouped matmuls know no double precision
         _move(model, self.seed + 1)
         model.tie_weights()
         return model.train()

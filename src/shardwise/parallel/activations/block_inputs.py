@@ -22,11 +22,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.core.compat.torch_private import FakeTensor, storage_key, version_of
+from shardwise.core.compat.torch_private import checkpoint as recompute
 from shardwise.core.effective_device import on_host, stands_in
 from shardwise.core.errors import UserError
 from shardwise.observe.breakdown import OFF, Timer
@@ -78,17 +78,17 @@ class BlockInputs:
             self._last, self._memo, self.found_any = None, {}, False
         plain = [t for t in inputs if type(t) in (torch.Tensor, FakeTensor)]
         moving = [t for t in plain if (t.requires_grad or t is inputs[0]) and t.is_floating_point()]
-        self._wanted = {t.untyped_storage()._cdata for t in moving if t.nbytes >= SMALL}
+        self._wanted = {storage_key(t.untyped_storage()) for t in moving if t.nbytes >= SMALL}
         self.found_any |= bool(moving)
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> Any:
         """A tensor that autograd is about to keep: ours is put away, any other is kept as it is."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         if key not in self._wanted:
             return tensor
         # The same tensor may go into many blocks (an encoder's output): it is put away once.
-        look = (tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride())
+        look = (version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
         if (seen := self._memo.get(key)) and seen[1] == look and not seen[0].expired() and (kept := seen[2]()):
             kept.users += 1
             return kept
@@ -98,7 +98,7 @@ class BlockInputs:
         if self._host:
             self._host.put(kept, part)
         else:
-            kept.near = part.clone() if part.untyped_storage()._cdata == key else part
+            kept.near = part.clone() if storage_key(part.untyped_storage()) == key else part
         self._last = weakref.ref(kept)
         self._memo[key] = (StorageWeakRef(tensor.untyped_storage()), look, self._last)
         self._alive.add(kept)
@@ -124,7 +124,7 @@ class BlockInputs:
     def again(self, start: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """A second way to an input that `start` gives and that a block has just saved, without holding on to it."""
         tensor = start()
-        seen = self._memo.get(tensor.untyped_storage()._cdata)
+        seen = self._memo.get(storage_key(tensor.untyped_storage()))
         kept = seen[2]() if seen is not None and not seen[0].expired() else None
         if kept is None:
             return start

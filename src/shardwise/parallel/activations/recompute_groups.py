@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._composable import checkpoint as recompute  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from shardwise.core.compat.torch_private import checkpoint as recompute
+from shardwise.core.compat.torch_private import in_backward
 from shardwise.core.effective_device import stands_in
 from shardwise.parallel.activations.block_inputs import SMALL, BlockInputs
 from shardwise.parallel.activations.saved_attention import SavedAttention, SavedCalls
@@ -129,7 +130,7 @@ class _Group:
             if self._open is not None:
                 self._open.__exit__()
                 self._open = None
-            if self._way is None or output is None or torch._C._current_graph_task_id() != -1:
+            if self._way is None or output is None or in_backward():
                 return  # nothing of ours, an error on its way, or a block that backward computes again
             if self._kept is not None:
                 self._way.calls[-1].attention = self._kept.last

@@ -12,6 +12,12 @@ from typing import Any
 
 import torch
 
+from shardwise.core.compat.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 from shardwise.core.effective_device import effective_device, stands_in
 from shardwise.nn.attention.varlen import Scores
 from shardwise.parallel.context.mask import VisibilityRule
@@ -247,9 +253,9 @@ def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bo
     """Output, log-sum-exp, and what backward wants."""
     k, v = _repeated(k, q), _repeated(v, q)
     if q.device.type == "cpu":
-        out, lse, *state = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse, *state = cpu_flash_attention(q, k, v, 0.0, causal, scale=scale)
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        found = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         out, lse, *state = found[:8]
     return [out.to(wide(q.dtype)), lse[:, :, : q.shape[2]].to(wide(q.dtype)), *state]
 
@@ -261,10 +267,10 @@ def _flash_backward(
     long_k, long_v = _repeated(k, q), _repeated(v, q)
     given = (grad.to(q.dtype), q, long_k, long_v, out.to(q.dtype), lse.contiguous())
     if q.device.type == "cpu":
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        backward = cpu_flash_attention_backward
         dq, dk, dv = backward(*given, 0.0, causal, scale=scale)
     else:
         *lengths, seed, offset = state
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        backward = flash_attention_backward
         dq, dk, dv = backward(*given, *lengths, 0.0, causal, seed, offset, scale=scale)
     return dq.to(wide(q.dtype)), _summed(dk, k), _summed(dv, v)

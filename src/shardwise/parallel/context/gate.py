@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.compat.hf_private import from_config, is_config, set_attention_of, set_experts_of
 from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
 from shardwise.nn.attention.varlen import Scores, install
@@ -116,8 +117,8 @@ def _tiny(model: Any) -> Any:
     torch.manual_seed(0)
     kind: Any = next(c for c in type(model).__mro__ if c.__module__.split(".")[0] not in ("torch", "shardwise"))
     with torch.device("cpu"):
-        tiny = kind._from_config(shrink(model.config)).double()
-    tiny.config._experts_implementation = "eager"  # grouped matmuls know no double precision
+        tiny = from_config(kind, shrink(model.config)).double()
+    set_experts_of(tiny.config, "eager")  # grouped matmuls know no double precision
     for parameter in tiny.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))
     tiny.tie_weights()
@@ -172,9 +173,9 @@ def ask_registry(model: Any, way: Way) -> None:
     """
     copies: dict[int, Any] = {}
     for module in model.modules() if way.registry else ():
-        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+        if is_config(getattr(module, "config", None)):
             module.config = copy.deepcopy(module.config, copies)
-            module.config._attn_implementation = "sdpa"
+            set_attention_of(module.config, "sdpa")
     if not install(model):
         raise CannotParallelize("", "its attention is set to a kernel of its own: leave attn_implementation out")
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from shardwise.core.compat.torch_private import keystr, tree_flatten_with_path, tree_unflatten
 from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.split import chunks_of, take_columns

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from shardwise.core.compat.torch_private import tree_map
 from shardwise.nn.models.build import find_blocks
 from shardwise.parallel.context.mask import ContextRows
 

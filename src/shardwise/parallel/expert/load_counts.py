@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise.core.compat.torch_private import in_backward
+
 if TYPE_CHECKING:
     from shardwise.parallel.routers.token_groups import Tokens
 
@@ -28,7 +30,7 @@ class Balance:
 def _count_choices(counts: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor) -> None:
     """Adds to `counts` how often `real` tokens chose each number; an operator, so that it breaks no compiled graph."""
     # A graph task is under way: this is a forward that backward asked for again.
-    if torch._C._current_graph_task_id() == -1:
+    if not in_backward():
         asked = ((chosen < len(counts)) & real[:, None]).to(counts.dtype)
         counts.scatter_add_(0, chosen.clamp(max=len(counts) - 1).flatten(), asked.flatten())
 

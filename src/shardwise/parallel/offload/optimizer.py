@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.core.compat.torch_private import fsdp_state, gather_streams
 from shardwise.core.effective_device import effective_device, is_host
 from shardwise.optim.codecs import FP32, Blockwise, Kind, mix
 from shardwise.optim.kernels.split_adamw import split_adamw, split_adamw_together
@@ -332,21 +333,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         # By FSDP's state and not by module: blocks that are joined are gathered at the first one's forward.
         pages: dict[Any, list[Page]] = {}
         for parameter, unit in owner.items():
-            pages.setdefault(unit._get_fsdp_state(), []).extend(p.page for p in self.of.get(parameter, []))
+            pages.setdefault(fsdp_state(unit), []).extend(p.page for p in self.of.get(parameter, []))
 
         def wait(module: nn.Module, args: Any) -> None:
             assert isinstance(module, FSDPModule)
-            state = module._get_fsdp_state()
-            streams = [torch.cuda.current_stream(self.device)]
-            context = getattr(state, "_comm_ctx", None)
-            names = ("all_gather_copy_in_stream", "all_gather_stream")
-            streams += [s for name in names if (s := getattr(context, name, None)) is not None]
+            state = fsdp_state(module)
+            streams = [torch.cuda.current_stream(self.device), *gather_streams(state)]
             for page in pages[state]:
                 for stream in streams if page.done is not None else []:
                     stream.wait_event(page.done)
 
         for unit in units:
-            if unit._get_fsdp_state() in pages:
+            if fsdp_state(unit) in pages:
                 _module(unit).register_forward_pre_hook(wait, prepend=True)
 
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.core.compat.torch_private import local_tensor, parameter_groups, replace_shard, spec_of
 from shardwise.optim.shards import local_of
 from shardwise.parallel.offload.disk import DiskFile, DiskFolder, DiskTransfer
 from shardwise.parallel.offload.paging import Page, Region
 from shardwise.parallel.offload.pinned_memory import aligned, host_buffer, host_buffers
-from shardwise.parallel.zero.stages import parameter_groups
 
 AHEAD = 2  # units fetched before they are asked for
 
@@ -150,10 +150,8 @@ class ParameterOffload:
             return None if out is not None else (outputs[0], ())
 
         stub.fsdp_pre_all_gather, stub.fsdp_post_all_gather = pre_all_gather, post_all_gather
-        parameter._local_tensor = stub
         # The same memory, or FSDP would pad (and so copy) a shard with fewer rows than others.
-        fsdp._sharded_param_data = stub.as_strided((torch.Size(shard.padded).numel(),), (0,))
-        fsdp._init_extensions()
+        replace_shard(fsdp, stub, stub.as_strided((torch.Size(shard.padded).numel(),), (0,)))
 
     def _ask(self, unit: OffloadUnit, shard: OffloadedShard, dtype: torch.dtype) -> torch.Tensor:
         if unit.served == 0:
@@ -232,8 +230,8 @@ def stub_out(model: nn.Module, device: torch.device) -> None:
 
     def stub(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor) and tensor.is_meta:
-            part = torch.empty(1, dtype=tensor.dtype, device=device).expand(tensor._local_tensor.shape)
-            return DTensor(part, tensor._spec, requires_grad=tensor.requires_grad)
+            part = torch.empty(1, dtype=tensor.dtype, device=device).expand(local_tensor(tensor).shape)
+            return DTensor(part, spec_of(tensor), requires_grad=tensor.requires_grad)
         return tensor.to(device)
 
     model._apply(stub)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise.core.compat.torch_private import tree_flatten, tree_unflatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import CannotParallelize
 

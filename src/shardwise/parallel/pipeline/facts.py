@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
+from shardwise.core.compat.torch_private import tree_flatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import CannotParallelize, LossAndGradients, TinyCase, gradients_of, judge
 from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, Output, OutputShape, Place, StageFacts

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.core.compat.torch_private import (
+    finish_backward,
+    is_recomputed,
+    parameter_groups,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from shardwise.nn.tiny.case import CannotParallelize
-from shardwise.parallel.zero.stages import parameter_groups
-
-try:
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-except ImportError:  # a private module of torch
-    stage_backward_input = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -42,14 +42,10 @@ class Kept:
 
 def check_split(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
     """Refuses where the weights' part would be lost; see [Note: FSDP and split backwards]."""
-    if stage_backward_input is None:
-        raise CannotParallelize("", "this version of torch cannot split a backward: choose another schedule than zbv")
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if any(group.post_forward_mesh_info is not None for unit in sharded for group in parameter_groups(unit)):
         raise CannotParallelize("", "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less")
-    if sharded and (
-        again := next((name for name, block in blocks if "checkpoint" in (_get_registry(block) or {})), "")
-    ):
+    if sharded and (again := next((name for name, block in blocks if is_recomputed(block)), "")):
         raise CannotParallelize(
             again, "zbv would recompute each sharded block twice: choose another schedule, or no recompute"
         )
@@ -62,7 +58,7 @@ def finish_split(model: nn.Module) -> None:
         for unit in model.modules():
             for group in parameter_groups(unit) if isinstance(unit, FSDPModule) else []:
                 group.post_backward()
-        model._get_fsdp_state()._root_post_backward_final_callback()
+        finish_backward(model)
 
 
 def backward_of_inputs(

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._pytree import register_pytree_node, tree_unflatten
 
+from shardwise.core.compat.torch_private import is_view, register_pytree_node, tree_unflatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.optim.shards import local_of
 from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, OutputShape, Place
@@ -371,7 +371,7 @@ def _captured(call: Call, arguments: Arguments) -> StageIO:
             tensor = tensor.to_local(grad_placements=whole)
         grad = tensor.requires_grad
         tensor = tensor.contiguous()
-        if grad and (tensor._is_view() or tensor.is_leaf):
+        if grad and (is_view(tensor) or tensor.is_leaf):
             tensor = tensor.clone()  # gradients are asked for from here on: an own node of the graph
         ports.append(StageInput(place, tuple(tensor.shape), tensor.dtype, grad, layout))
         tensors.append(tensor)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.config.objectives import Task
+from shardwise.core.compat.torch_private import tree_leaves
 from shardwise.data.loader import MicroBatch
 from shardwise.nn.models.build import FLAG, find_blocks
 from shardwise.nn.models.source import ModelSource

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise.core.compat.torch_private import in_backward
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.objective import Loss, Objective
 from shardwise.parallel.routers.losses import Terms, losses_of, sums_of
@@ -166,7 +167,7 @@ class _Summed(torch.autograd.Function):
 
 def _clearing(slots: list[_TableSlot]) -> Callable[..., None]:
     def clear(module: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # backward is under way
+        if in_backward():
             for slot in slots:
                 slot.sums = None
 

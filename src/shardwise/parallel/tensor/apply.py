@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardwise.core.compat.torch_private import compute_local_shape_and_global_offset
 from shardwise.nn.adapters.layers import AdapterLayer, is_linear, is_transposed
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import CannotParallelize

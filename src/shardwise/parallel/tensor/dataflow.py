@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.core.compat.torch_private import TorchDispatchMode, tree_iter
 from shardwise.nn.adapters.layers import is_linear, is_transposed
 from shardwise.nn.models.build import find_blocks
 

@@ -38,7 +38,7 @@ def local_heads(mesh: DeviceMesh) -> Iterator[None]:
     """Within it attention runs on local heads, by whatever stands in the registry now or calls torch's own function."""
     from transformers import AttentionInterface
 
-    registered, own = AttentionInterface._global_mapping["sdpa"], F.scaled_dot_product_attention
+    registered, own = AttentionInterface()["sdpa"], F.scaled_dot_product_attention
     AttentionInterface.register("sdpa", partial(_attend, mesh, registered))
     F.scaled_dot_product_attention = partial(_attend_own, mesh, own)
     try:

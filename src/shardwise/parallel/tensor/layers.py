@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils._pytree import tree_map
 
+from shardwise.core.compat.torch_private import implicit_replication, local_tensor, tree_map
 from shardwise.nn.adapters.layers import LoraLayer, is_transposed
 from shardwise.parallel.tensor.dtensor_rules import add_rules
 from shardwise.parallel.tensor.hf_hooks import local_experts, local_heads
@@ -58,14 +58,8 @@ class TensorParallel:
     @contextmanager
     def active(self) -> Iterator[None]:
         """To be held around forward and backward: what is computed again there must find the same seams."""
-        dispatcher: Any = DTensor._op_dispatcher
-        before = dispatcher._allow_implicit_replication
-        dispatcher._allow_implicit_replication = True
-        try:
-            with local_heads(self.mesh), local_dropout(self.mesh):
-                yield
-        finally:
-            dispatcher._allow_implicit_replication = before
+        with implicit_replication(), local_heads(self.mesh), local_dropout(self.mesh):
+            yield
 
     def between(self, x: DTensor) -> Placement:
         """How hidden states lie between layers."""
@@ -183,7 +177,7 @@ def gather(x: DTensor) -> DTensor:
     known: DTensor | None = getattr(x, "_gathered", None)
     if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
         known = x.redistribute(placements=[Replicate()])
-        if not known._local_tensor.is_contiguous():  # torch 2.11 leaves the padding of uneven parts in between
+        if not local_tensor(known).is_contiguous():  # torch 2.11 leaves the padding of uneven parts in between
             known = known.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
         x._gathered = known  # type: ignore[attr-defined]
     return known

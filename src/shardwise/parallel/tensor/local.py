@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.core.compat.torch_private import (
+    compute_local_shape_and_global_offset,
+    local_tensor,
+    unset_fake_temporarily,
+)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -20,7 +24,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, where: Placement, back: Placement | None) -> torch.Tensor:  # type: ignore[override]
         ctx.mesh, ctx.shape, ctx.where, ctx.back = x.device_mesh, x.shape, where, back
-        local = x._local_tensor
+        local = local_tensor(x)
         return local.view_as(local)
 
     @staticmethod

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise.core.compat.torch_private import unset_fake_temporarily
 from shardwise.parallel.tensor.local import to_local, wrap
 
 STEP = 4  # by how much a CUDA generator's offset may move

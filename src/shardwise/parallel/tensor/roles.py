@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwise.core.compat.hf_private import tensor_plan
+from shardwise.core.compat.torch_private import ConvNd
 from shardwise.nn.adapters.layers import is_linear
 from shardwise.nn.adapters.quantized_experts import is_experts
 from shardwise.nn.adapters.targets import output_head
@@ -88,7 +90,7 @@ def _plain(model: nn.Module, seen: Seen) -> dict[str, str]:
         if not why:
             continue
         # Kernels that take a convolution's weight do so from where it is called.
-        conv = isinstance(module, nn.modules.conv._ConvNd) and (owner := _owner(name)) not in above
+        conv = isinstance(module, ConvNd) and (owner := _owner(name)) not in above
         found.setdefault(pattern_of(owner if conv else name), why)
     inner = {name for name in found for other in found if name.startswith(other + ".")}
     return {name: why for name, why in found.items() if name not in inner}
@@ -170,7 +172,7 @@ def _agreed(roles: list[Role]) -> Role:
 def _differences(parts: tuple[Role, ...], model: Any) -> list[str]:
     ours = {part.name: part for part in parts}
     told = []
-    for name, style in (getattr(model, "_tp_plan", None) or {}).items():
+    for name, style in tensor_plan(model).items():
         theirs, mine = PUBLISHED.get(style), ours.get(name)
         if theirs is not None and mine is not None and mine.kind != "head" and mine.cut != theirs:
             told.append(f"{name}: {mine.cut} here, {style} in the plan that the model publishes")

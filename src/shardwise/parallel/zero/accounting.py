@@ -8,12 +8,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.parallel.zero.stages import ShardedModel, parameter_groups
+from shardwise.core.compat.torch_private import (
+    TorchDispatchMode,
+    is_group_object,
+    local_tensor,
+    parameter_groups,
+    partial_reduction,
+    resolve_process_group,
+    schema_of,
+    storage_key,
+    unsharded_parameter,
+)
+from shardwise.parallel.zero.stages import ShardedModel
 
 
 def predicted_bytes(parameters: int, stage: int, shard: int, precision: str) -> dict[str, float]:
@@ -48,9 +57,9 @@ def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
                 (masters if fp.sharded_param.requires_grad else frozen).append(fp.sharded_param)
                 working += fp.all_gather_outputs
                 gradients += [fp.sharded_param.grad, fp.unsharded_accumulated_grad]
-                if hasattr(fp, "_unsharded_param"):
-                    gradients.append(fp._unsharded_param.grad)
-            gradients.append(getattr(group, "_partial_reduce_output", None))
+                if (unsharded := unsharded_parameter(fp)) is not None:
+                    gradients.append(unsharded.grad)
+            gradients.append(partial_reduction(group))
     moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim]
     held = {
         "parameters": _storage(working),
@@ -65,9 +74,9 @@ def _storage(tensors: list[Any]) -> int:
     for tensor in tensors:
         if tensor is None:
             continue
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        seen[storage._cdata] = storage.nbytes()
+        seen[storage_key(storage)] = storage.nbytes()
     return sum(seen.values())
 
 
@@ -97,7 +106,7 @@ class Collective:
 
 def collective_of(func: Any, args: Any, result: Any) -> Collective | None:
     """What an operator moves between ranks, if it is a collective of more than one."""
-    name = func._schema.name
+    name = schema_of(func).name
     if name in FUNCTIONAL:  # what DTensor calls
         kind, times, of = FUNCTIONAL[name]
         return _collective(kind, [args[0] if of == "input" else result], times, _named_ranks(args[-1]))
@@ -143,11 +152,11 @@ class WireCount(TorchDispatchMode):
 
 
 def _named_ranks(group: Any) -> list[int]:
-    return dist.get_process_group_ranks(_resolve_process_group(group))
+    return dist.get_process_group_ranks(resolve_process_group(group))
 
 
 def _group_ranks(args: Any) -> list[int]:
     for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):  # type: ignore[attr-defined]
+        if is_group_object(arg):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg))
     return list(range(dist.get_world_size()))

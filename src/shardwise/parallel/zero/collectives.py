@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from shardwise.core.compat.torch_private import AllGather, ReduceScatter
 from shardwise.distributed.mesh import Hops
 from shardwise.nn.kernels.quantize import (
     Bits,

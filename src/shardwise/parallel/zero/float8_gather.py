@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.core.compat.torch_private import foreach_norm, owners_of, parameter_groups
 from shardwise.nn.float8_linear import Float8
 from shardwise.nn.kernels.float8 import inverse_for, scale_for
 from shardwise.nn.kernels.pack_float8 import lay_out, pack, unpack_into
 from shardwise.optim.shards import local_of
-from shardwise.parallel.zero.stages import parameter_groups
 
 
 class Scales:
@@ -50,7 +50,7 @@ class Scales:
             return
         shards = [local_of(p.sharded_param).detach() for p in self._parameters]
         there = [shard for shard in shards if shard.numel()]  # of few rows, some ranks have none
-        found = iter(torch._foreach_norm(there, math.inf) if there else ())
+        found = iter(foreach_norm(there, math.inf) if there else ())
         none = torch.zeros((), dtype=shards[0].dtype, device=shards[0].device)
         largest = torch.stack([next(found) if shard.numel() else none for shard in shards])
         largest = largest.to(torch.bfloat16).float()
@@ -97,7 +97,7 @@ def packing_of(unit: FSDPModule, scales: Scales) -> Float8Packing | None:
 
 def _users(parameter: Any) -> list[Float8]:
     """The layers that round a parameter, if nobody else has it."""
-    info = parameter._module_info
+    info = owners_of(parameter)
     modules = [info.module, *info.shared_modules]
     names = {info.param_name, *info.shared_param_names}
     return modules if names == {"weight"} and all(map(_rounds, modules)) else []

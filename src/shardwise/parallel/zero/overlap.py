@@ -23,12 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from shardwise.config.schema import Parallel
+from shardwise.core.compat.torch_private import (
+    ReduceScatter,
+    all_reduce_hook,
+    at_end_of_backward,
+    fsdp_state,
+    gradient_dtype,
+    has_accumulate_hooks,
+    is_hybrid,
+    parameter_groups,
+    set_async_gather,
+)
 from shardwise.core.effective_device import effective_device
 from shardwise.parallel.zero.collectives import PlainBuffers, reduce_scatter
-from shardwise.parallel.zero.stages import ShardedModel, parameter_groups
+from shardwise.parallel.zero.stages import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: boo
         unit.set_modules_to_backward_prefetch(backward[at + 1 : at + 1 + prefetch] or [unit])
     # On a GPU an asynchronous gather is queued behind what computes: just right where nothing shall go ahead.
     for unit in forward:
-        unit._set_unshard_async_op(cpu or prefetch == 0)
+        set_async_gather(unit, cpu or prefetch == 0)
     if cpu and reductions and prefetch:
         under_way = _UnderWay(prefetch)
         for unit in forward:
@@ -85,7 +95,7 @@ class _UnderWay:
     def add(self, work: Any, output: torch.Tensor, whole: torch.Tensor) -> None:
         """One more; backward ends only when it is done."""
         # Each time: after a failed backward none would be left to wait otherwise.
-        torch.autograd.Variable._execution_engine.queue_callback(self.wait)  # type: ignore[attr-defined]
+        at_end_of_backward(self.wait)
         self._works.append((work, output, whole))
 
     def make_room(self) -> None:
@@ -123,10 +133,10 @@ class LaterReduce(PlainBuffers, ReduceScatter):
 
     def _is_left_alone(self, output: torch.Tensor) -> bool:
         group = self._group
-        if group._is_hsdp or group._all_reduce_hook is not None or output.dtype != group._orig_dtype:
+        if is_hybrid(group) or all_reduce_hook(group) is not None or output.dtype != gradient_dtype(group):
             return False
         parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
-        return not any(p.grad is not None or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+        return not any(p.grad is not None or has_accumulate_hooks(p) for p in parameters)
 
 
 def _distinct(sharded: ShardedModel, modules: Iterator[nn.Module]) -> list[FSDPModule]:
@@ -134,7 +144,7 @@ def _distinct(sharded: ShardedModel, modules: Iterator[nn.Module]) -> list[FSDPM
     found: dict[int, FSDPModule] = {}
     for module in modules:
         if isinstance(module, FSDPModule) and (module is sharded.model or parameter_groups(module)):
-            found.setdefault(id(module._get_fsdp_state()), module)
+            found.setdefault(id(fsdp_state(module)), module)
     return list(found.values())
 
 

@@ -17,10 +17,11 @@ from typing import Literal
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.schema import Parallel
+from shardwise.core.compat.torch_private import parameter_groups
 from shardwise.distributed.mesh import Hops, World, ranks_per_node, split_shards
 from shardwise.parallel.zero.collectives import GradientReduce, Int8Packing, WeightGather, WirePacking
 from shardwise.parallel.zero.float8_gather import Scales, packing_of
-from shardwise.parallel.zero.stages import ShardedModel, parameter_groups
+from shardwise.parallel.zero.stages import ShardedModel
 
 Float8Gathers = Literal["", "once", "by unit"]  # not, or with scales compared once an update for all, or for each unit
 

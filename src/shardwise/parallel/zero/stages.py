@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from shardwise.core.compat.torch_private import leave_integers_alone
 from shardwise.core.dtypes import COMPUTE
 from shardwise.core.effective_device import effective_device
 from shardwise.nn.kernels.multi_tensor_norm import norm_of_all
@@ -36,7 +37,6 @@ from shardwise.nn.models.build import evaluating
 from shardwise.observe.breakdown import OFF, Timer
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
-from shardwise.parallel.zero.packed_parameters import leave_integers_alone
 from shardwise.parallel.zero.units import choose_units
 
 if TYPE_CHECKING:
@@ -210,10 +210,3 @@ def unmanaged(model: nn.Module, stage: int, precision: str) -> set[nn.Parameter]
         p for p in model.parameters()
         if stage < 3 and not p.requires_grad and (p.dtype == compute or not p.is_floating_point())
     }  # fmt: skip
-
-
-def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """FSDP's own records of what is gathered with this unit; torch 2.11 has one where later versions have a list."""
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group]

@@ -15,11 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from shardwise.core.compat.torch_private import (
+    AllGather,
+    ReduceScatter,
+    all_gather_of,
+    all_reduce_group,
+    all_reduce_hook,
+    is_hybrid,
+    parameter_groups,
+    reduce_scatter_of,
+)
 from shardwise.observe.breakdown import Timer
 from shardwise.parallel.zero.collectives import WeightGather
-from shardwise.parallel.zero.stages import parameter_groups
 
 
 def watch_collectives(model: nn.Module, timer: Timer) -> None:
@@ -30,13 +38,13 @@ def watch_collectives(model: nn.Module, timer: Timer) -> None:
         if not isinstance(unit, FSDPModule):
             continue
         for group in parameter_groups(unit):
-            if isinstance(group._all_gather_comm, _TimedGather):
+            if isinstance(all_gather_of(group), _TimedGather):
                 continue  # modules that share a group
-            unit.set_custom_all_gather(_TimedGather(group._all_gather_comm, timer))
-            reduce = _TimedReduce(group._reduce_scatter_comm, timer)
+            unit.set_custom_all_gather(_TimedGather(all_gather_of(group), timer))
+            reduce = _TimedReduce(reduce_scatter_of(group), timer)
             unit.set_custom_reduce_scatter(reduce)
-            if group._is_hsdp:
-                unit.set_all_reduce_hook(reduce.all_reduced(group._all_reduce_process_group, group._all_reduce_hook))
+            if is_hybrid(group):
+                unit.set_all_reduce_hook(reduce.all_reduced(all_reduce_group(group), all_reduce_hook(group)))
 
 
 class _TimedGather(AllGather):

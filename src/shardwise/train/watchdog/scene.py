@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d as c10d
+
+from shardwise.core.compat.torch_private import flight_recording, fsdp_module_name, process_groups
 
 DEEPEST = 40  # frames of a stack that are kept, the innermost
 
@@ -67,7 +67,7 @@ def look(rank: int, step: int, doing: str, model: nn.Module | None) -> Scene:
     """The scene of this process; called from any thread but the ones that train."""
     threads = _training_threads()
     waiting, begun = _collectives()
-    groups = {str(pg.group_name): pg for pg in c10d._world.pg_map}
+    groups = {str(pg.group_name): pg for pg in process_groups()}
     members = {name: tuple(dist.get_process_group_ranks(pg)) for name, pg in groups.items()}
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
     module = next((found for frame in threads if (found := _module(frame, names))), "")
@@ -92,12 +92,9 @@ def under_way() -> tuple[PendingCollective, ...]:
 
 def _collectives(only_active: bool = False) -> tuple[tuple[PendingCollective, ...], dict[str, int]]:
     """Those under way, oldest first, and the number of the last one begun in each group."""
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:  # a build without the recorder: stacks alone
-        return (), {}
     now, waiting = time.time_ns(), []
     begun: dict[str, int] = {}
-    for entry in json.loads(dump(True, only_active)).get("entries", ()):
+    for entry in json.loads(flight_recording(only_active)).get("entries", ()):
         group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
         if not entry.get("is_p2p"):
             begun[group] = max(begun.get(group, 0), number)
@@ -117,8 +114,8 @@ def _module(frame: FrameType | None, names: dict[int, str]) -> str:
     """The module whose code runs, from the innermost frame out: its own, or the one whose weights FSDP is at."""
     while frame is not None:
         owner = frame.f_locals.get("self")
-        known = names.get(id(owner)) or getattr(owner, "_module_fqn", None)
-        if isinstance(known, str) and known:
+        known = names.get(id(owner)) or fsdp_module_name(owner)
+        if known:
             return known
         frame = frame.f_back
     return ""

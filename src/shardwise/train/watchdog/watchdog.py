@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
+from shardwise.core.compat.torch_private import default_store
 from shardwise.distributed.mesh import World
 from shardwise.train.status import STACKS, Status, read_status
 from shardwise.train.watchdog.scene import Scene, look, under_way
@@ -56,7 +57,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._world.size > 1 and dist.get_backend() != "fake":
             # A connection of its own: the one that training uses may be held by a wait.
-            store: Any = c10d._get_default_store()
+            store: Any = default_store()
             self._store: Any = c10d.PrefixStore(f"watchdog/{self._attempt}", store.clone())
             self._store.set(f"who/{self._world.rank}", f"{os.getpid()}\t{socket.gethostname()}")
             self._thread.start()
