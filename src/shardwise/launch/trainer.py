@@ -86,9 +86,9 @@ class Trainer:
         job = self.prepare(say)
         self._folder.claim()
         if self.prediction is not None:
-            from shardwise.foresight.plan.gate import keep
+            from shardwise.foresight.plan.gate import save_prediction
 
-            keep(self.prediction, job.output)
+            save_prediction(self.prediction, job.output)
         try:
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 self._fit_here(job, say)
