@@ -17,7 +17,7 @@ from shardwise.foresight.plan.quick import Quick, Strategy
 from shardwise.foresight.plan.time import kernel
 from shardwise.foresight.rehearse.ledger import MemoryLedger, ledger_of
 from shardwise.foresight.rehearse.step import rehearse
-from shardwise.foresight.rehearse.subprocess import apart
+from shardwise.foresight.rehearse.subprocess import run_isolated
 from shardwise.foresight.rehearse.tally import head_of
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.tiny.shrink import depths_of, first_layers
@@ -45,7 +45,7 @@ def moments_of(source: ModelSource, estimate: Estimate) -> Moments | str:
     stage_run = without_pipeline(estimate.run)
     ranks = estimate.cluster.ranks // estimate.run.parallel.pipeline
     try:
-        return apart(
+        return run_isolated(
             _rehearsed,
             source,
             stage_run,

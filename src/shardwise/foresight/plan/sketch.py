@@ -18,7 +18,7 @@ from shardwise.config.schema import Run
 from shardwise.core.cpu_probe import usable_cores
 from shardwise.core.effective_device import ready_compiler
 from shardwise.foresight.rehearse.step import rehearse
-from shardwise.foresight.rehearse.subprocess import apart_all
+from shardwise.foresight.rehearse.subprocess import run_all_isolated
 from shardwise.foresight.rehearse.tally import Tally, scaled, tally_of
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.tiny.shrink import depths_of, first_layers
@@ -117,7 +117,7 @@ def sketch_all(source: ModelSource, runs: Sequence[tuple[Run, int]], documents: 
     ]
     if len(calls) > 1 and any(run.compiled for run, _ in runs):
         ready_compiler()
-    tallies = apart_all(_tally, calls, usable_cores())
+    tallies = run_all_isolated(_tally, calls, usable_cores())
     results: list[Sketched | Exception] = []
     for start in range(0, len(calls), len(depths)):
         group = tallies[start : start + len(depths)]
