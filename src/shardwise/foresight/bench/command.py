@@ -1,8 +1,6 @@
 """`shardwise bench`: measures this machine, shows it beside the hardware table, and saves it for the planner.
 
 Under torchrun the first rank of each node measures its device while the others wait, then all measure the network.
-
-Under torchrun the first rank of each node measures its device while the others wait, then all measure the network.
 """
 
 from __future__ import annotations

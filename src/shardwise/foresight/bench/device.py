@@ -2,9 +2,6 @@
 
 Every figure is taken after a warm-up. On a GPU calls are timed by CUDA events and the median counts: it is what a long
 run sees once the card is hot. On a CPU the fastest call counts, because others may be using the cores.
-
-Every figure is taken after a warm-up. On a GPU calls are timed by CUDA events and the median counts: it is what a long
-run sees once the card is hot. On a CPU the fastest call counts, because others may be using the cores.
 """
 
 from __future__ import annotations
@@ -207,8 +204,6 @@ def check_folder(folder: Path, nbytes: int) -> None:
 
 def disk(folder: Path, nbytes: int) -> dict[str, float]:
     """Returns the bytes/s written to a file up to fsync, and read back past the page cache.
-
-    The file has no name: nothing is left of it however the process ends.
 
     The file has no name: nothing is left of it however the process ends.
     """

@@ -2,9 +2,6 @@
 
 The run's own code takes its steps on its own model, with random weights and full rows of random tokens: neither weights
 nor data are read. On several ranks of this machine each takes its part.
-
-The run's own code takes its steps on its own model, with values at random and full rows of them: neither weights nor
-data are read. On several ranks of this machine each takes its part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Warnings about a run's data: what must not be trained on, and what looks wrong.
 
 Each notice says what was counted, why it matters and what to do; the thresholds are below and tested one by one.
-
-Each notice says what was counted, why it matters and what to do; the thresholds are below and tested one by one.
 """
 
 from __future__ import annotations

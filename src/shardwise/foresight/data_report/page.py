@@ -2,9 +2,6 @@
 
 Its content comes from data files, so nothing in it is trusted: text is made visible (see visible.py), escaped, and the
 page's policy forbids it to run or load anything.
-
-Its content comes from data files, so nothing in it is trusted: text is made visible (see visible.py), escaped, and the
-page forbids itself to run or load anything at all.
 """
 
 from __future__ import annotations

@@ -5,11 +5,6 @@ are therefore turned into bytes one by one, and the bytes of neighbours into cha
 tokens that make it up. Where one half of it is trained on and the other is not, or the bytes are no character at all,
 they are shown as <0xF0>. Decoding a token on its own, or a growing prefix, would show � instead, which a text may also
 hold.
-
-[Note: halves of characters] A token need not be a whole character: byte-level tokenizers cut an emoji in four. Tokens
-are therefore turned into bytes one by one, and the bytes of neighbours into characters; a character belongs to all the
-tokens that make it up. Where one half of it is learned and the other is not, or the bytes are no character at all, they
-are shown as <0xF0>. Decoding a token on its own, or a growing prefix, would show � instead, which a text may also hold.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 This is the seam between what is shown (report, preview, page) and how data are prepared: `survey` prepares, `bill_of`
 counts, `samples_of` and `sample_at` fetch real examples.
-
-This is the seam between what is shown (bill, preview, page) and how data are prepared: `survey` prepares, `bill_of`
-counts, `samples_of` and `sample_at` fetch real examples.
 """
 
 from __future__ import annotations

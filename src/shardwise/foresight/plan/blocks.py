@@ -12,8 +12,8 @@ from shardwise.nn.models.source import ModelSource
 def fewest_recomputed(source: ModelSource, all_blocks: Estimate) -> tuple[Estimate, int | None]:
     """Returns an estimate that recomputes as few blocks as still fit, and their number.
 
-    `all_blocks` is the estimate with every block recomputed. The number is None for all blocks and for
-    `recompute: light`.
+    `all_blocks` is the estimate with every block recomputed. The number is None for all blocks, and for `recompute:
+    light`.
     """
     run = all_blocks.run
     cluster = all_blocks.cluster

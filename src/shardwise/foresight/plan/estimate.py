@@ -2,9 +2,6 @@
 
 Memory and work come from a sketch (sketch.py): the real code, rehearsed. This module adds what a sketch does not cover:
 pipeline stages, the number of micro-batches, and the price.
-
-Memory and work come from a sketch (sketch.py): the real code, rehearsed. Put together here is what a sketch leaves out:
-the stages of a pipeline, the batch as a whole, and the price.
 """
 
 from __future__ import annotations

@@ -64,8 +64,6 @@ def check_fits(
     """Raises an error with remedies for a run predicted not to fit; with `force`, only warns.
 
     If `smaller`, the micro-batch size is not fixed by the user and is halved until the run fits.
-
-    With `smaller`, the micro-batch was left to us: it is halved until it fits.
     """
     cluster = cluster_here(run, ranks)
     if cluster is None or (os.environ.get("RANK", "0") != "0" and not smaller):

@@ -1,8 +1,6 @@
 """Memory over one step of a strategy, for the report: a rehearsal of a few layers in a process of its own.
 
 Also the share of a block's computation that is attention, which grows with the square of the sequence length.
-
-Besides, which part of a block's computation is attention: that grows with the square of the sequence's length.
 """
 
 from __future__ import annotations
@@ -81,8 +79,6 @@ def _curve_and_phases(ledger: MemoryLedger) -> tuple[list[tuple[float, dict[str,
     """The curve, and where forward, backward and update begin: at the first block of memory that each allocates.
 
     Before the first allocation the model's state is counted, after the last it is freed: neither is part of a step.
-
-    Before the first such block what is held is counted, and after the last it is let go: neither is part of a step.
     """
     allocated = [block for block, _ in ledger.blocks if block.operator != "held" and block.phase in PHASES]
     allocated.sort(key=lambda block: block.born)

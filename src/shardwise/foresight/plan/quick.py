@@ -2,9 +2,6 @@
 
 Figures per block come from a sketch on one rank with one sequence; how parallel axes divide them is a formula here.
 Output that comes from rough scores is marked with ≈.
-
-Figures per block come from a sketch on one rank with one sequence; how axes divide them is a formula here. What the
-user is told of it is marked: ≈.
 """
 
 from __future__ import annotations

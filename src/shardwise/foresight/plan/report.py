@@ -4,11 +4,6 @@
 (techniques one by one, the table, the sliders) come from rough scores (quick.py), and the page says so. The page has
 those formulas in JavaScript (report.html) over the coefficients of `coefficients`;
 tests/foresight/plan/test_report.py compares the two.
-
-[Note: rough] What the header and the first bars say is from rehearsals. What is said of strategies that were not
-rehearsed (techniques one by one, the table, the sliders) is from rough scores (quick.py), and the page says so. The
-page has those formulas in JavaScript (report.html) over the coefficients of `coefficients`;
-tests/foresight/plan/test_report.py compares the two.
 """
 
 from __future__ import annotations

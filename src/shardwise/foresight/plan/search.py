@@ -70,8 +70,6 @@ def search(
 
     `run` is resolved for the cluster's ranks. If nothing fits, strategies with offload are searched; without
     `last_resort` those are only scored roughly.
-
-    Where nothing fits, states leave the device; without `last_resort` that is only scored roughly.
     """
     say("looking at one block")
     profiled_run = _profiling_run(run)

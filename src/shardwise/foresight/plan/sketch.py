@@ -2,9 +2,6 @@
 
 This takes a second or two. See foresight/rehearse/tally.py for why it is exact where layers are alike. A pipeline is
 sketched as one stage's ranks without it; `estimate.py` puts the stages together.
-
-See foresight/rehearse/tally.py for why this is exact where layers are alike. A pipeline is sketched as one stage's
-ranks without it; `estimate.py` puts the stages together.
 """
 
 from __future__ import annotations
@@ -56,9 +53,6 @@ class Sketched:
 
         Up to the loss and in the last block, which is one of the others, it is as if none differed, less what the first
         blocks save. Where backward reaches the first blocks, it is as if the others were not there.
-
-        Up to the loss and in the last block, which is one of the others, it is as if none were unlike, less what the
-        first ones keep less. Where backward comes to the first ones, it is as if the others were not there.
         """
         assert self.near is not None
         no_block = self.near._uniform(depth).segments
@@ -159,8 +153,6 @@ def sketch_depths(config: object, group: int = 1) -> tuple[tuple[int, ...], int]
     """Returns the numbers of layers to rehearse and the model's own; all layers if few or of many kinds.
 
     Blocks that are recomputed together (`group`) count as one kind.
-
-    `group`: blocks that are recomputed together count as one kind.
     """
     depths = depths_of(config)
     if len(depths) != 1:

@@ -4,11 +4,6 @@
 segments of 20 MiB, more out of a segment of its own, in steps of 2 MiB. The smallest free block that is large enough is
 taken and split, unless the remainder is up to 1 MiB (512 bytes among small ones): then it counts as allocated too.
 Freed blocks merge with free neighbours of their segment. Streams do not share segments.
-
-[Note: caching] Sizes are rounded up to 512 bytes. Up to 1 MiB comes out of segments of 2 MiB, less than 10 MiB out of
-segments of 20 MiB, more out of a segment of its own, in steps of 2 MiB. The smallest free block that is large enough is
-taken and cut, but for a rest of up to 1 MiB (512 bytes among small ones), which goes along and counts as handed out.
-Freed blocks join free neighbours of their segment. Streams do not share segments.
 """
 
 from __future__ import annotations

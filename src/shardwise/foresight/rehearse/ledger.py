@@ -2,9 +2,6 @@
 
 The category of a block of memory is known when the step is over: blocks that backward allocated and left behind are
 gradients, those that forward allocated and backward freed are activations.
-
-What a block of memory is for is known when the step is over: what backward made and left behind are gradients, what
-forward made and backward freed are activations.
 """
 
 from __future__ import annotations

@@ -5,12 +5,6 @@ Process groups and DTensor's caches of them outlive a rehearsal: the next world 
 [Note: beside a GPU] CUDA does not survive a fork, and much of torch queries a GPU that is present. So where there is
 one, processes are forked by a helper that was started fresh and sees none: a rehearsal is then the same everywhere. The
 helper lives as long as its parent process.
-
-Process groups and what DTensor remembers of them outlive a rehearsal: the next world would be taken for the last.
-
-[Note: beside a GPU] CUDA does not outlive a fork, and much of torch asks a GPU that is there for its state. So where
-there is one, processes are forked by a helper that was started anew and sees none: a rehearsal is then the same
-everywhere. The helper lives as long as the process that it works for.
 """
 
 from __future__ import annotations

@@ -6,13 +6,6 @@ backward of the last block, the update, …). Each segment is extrapolated by it
 and the maximum is taken at the number of layers of the model. Segments in the middle lie between those of the first and
 the last block, except for what neighbours add (FSDP prefetches one block and reduces one behind): that is observed on a
 middle block, and added to both ends.
-
-Blocks of a model are alike, so whatever a step needs grows in a line with their number. [Note: segments] The peak does
-not: it is the largest of several lines, one for each stretch of the step (the forward of the first block, the loss, the
-backward of the last block, the update, …). Each stretch is followed by itself, from two rehearsals of few layers, and
-the largest is taken at the number of layers that the model has. Stretches in the middle lie between those of the first
-and the last block, but for what neighbours add (FSDP gathers one ahead and reduces one behind): that is seen on a
-middle block, and added to both ends.
 """
 
 from __future__ import annotations

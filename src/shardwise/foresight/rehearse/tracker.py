@@ -5,12 +5,6 @@ referenced. It works on fake and on real tensors, so that a rehearsal and a run 
 
 Workspaces inside operators are not seen. FSDP frees and refills its buffers by resizing their storages, which is not an
 operator: `UntypedStorage.resize_` is patched while a tracker is active.
-
-The tracker follows storages, not tensors: views cost nothing, and what autograd keeps is alive because it keeps it. It
-works on fake tensors and on real ones alike, so that a rehearsal and a run on CPUs are measured by the same rule.
-
-Operators' inner workspaces are not seen. FSDP frees and fills its buffers by resizing their storages, which is no
-operator: `UntypedStorage.resize_` is followed while a tracker is active.
 """
 
 from __future__ import annotations

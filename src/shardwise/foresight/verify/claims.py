@@ -2,9 +2,6 @@
 
 Each claim is a run of its own: the plain settings (one rank, one forward), the claim's own setting, and those it
 depends on. A claim that depends on one that failed shows nothing and is not tried.
-
-Each claim is a run of its own: the plain settings (one rank, one forward), what it is about, and what it rests on. One
-that rests on a claim that failed shows nothing and is not tried.
 """
 
 from __future__ import annotations
@@ -67,8 +64,6 @@ def small_world(run: Run) -> ClaimWorld:
     """Returns two ranks along each axis longer than one (three for 3 or 9: the number of heads may be odd).
 
     `ranks: auto` may be any number, so the data axis gets two as well.
-
-    `ranks: auto` may be any number, so data get two as well.
     """
     parallel = run.parallel
     axes = {

@@ -1,8 +1,6 @@
 """Compares a result with the reference's, parameter by parameter, and defines the tolerances.
 
 A result is a file of gradients and updated parameters by name, and a few figures beside it.
-
-An answer is a file of gradients and updated parameters by name, and a few figures beside it.
 """
 
 from __future__ import annotations

@@ -3,11 +3,6 @@
 Started as `python -m shardwise.foresight.verify.host PARENT MODEL DEVICE`. Each line of JSON on standard input is work
 for some ranks; each on standard output holds their results. It computes nothing itself: a process with threads or a
 CUDA context cannot be forked. For ranks on a GPU it imports nothing either: some libraries initialise CUDA on import.
-
-Started as `python -m shardwise.foresight.verify.host PARENT MODEL DEVICE`. A line of JSON on standard input is work
-for some ranks, one on standard output what each of them found. It computes nothing itself: a process with threads, or
-a GPU, cannot be forked. For ranks on a GPU it imports nothing either: some libraries wake CUDA when they are
-imported.
 """
 
 from __future__ import annotations

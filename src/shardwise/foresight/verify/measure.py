@@ -1,8 +1,6 @@
 """One rank of a claim: the run's own code for two steps, compared with the reference.
 
 Every rank compares for itself: a gradient that was not reduced is wrong on some ranks and may be right on others.
-
-Every rank looks for itself, for a gradient that was not summed is wrong on some ranks and may be right on others.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@ plain AdamW.
 
 It shares no code with what is verified: no loader, packing, objective, sharding or optimizer of ours. Its input are
 documents (token ids and a loss mask) and a folder for `from_pretrained`.
-
-Nothing here is taken from the code that is proven: no loader, no packing, no objective, no sharding, no optimizer of
-ours. What it is given are documents (token ids and which of them are learned) and a folder for `from_pretrained`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 As in plain.py, nothing here shares code with what is verified. Names of biases and of their experts are given; their
 updates are computed here.
-
-As of plain.py, nothing here is taken from the code that is proven. Names of biases and of the experts that each one is
-for are given; what becomes of them is computed here.
 """
 
 from __future__ import annotations

@@ -153,8 +153,6 @@ class Prover:
         """Measures the effect of half precision on the reference, and widens the bounds of claims on this batch.
 
         Returns a note if the effect is larger than usual.
-
-        Returns what is to be said of it, if it is more than usual.
         """
         file = self.folder / f"{name}-half.safetensors"
         precision = self.base["precision"]

@@ -2,9 +2,6 @@
 
 Widths and the weights of the remaining layers are kept where memory and time allow; otherwise it is a tiny model of the
 same class with the same vocabulary. Dropout is off: it draws different numbers for different shapes.
-
-Widths stay as they are, and so do the weights of the layers that are left, where memory and time allow; else it is a
-tiny model of the same class with the same vocabulary. Dropout is off: it draws other numbers in other shapes.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Each trial runs in processes of its own, forked from one that has imported everything: a model whose code hangs or
 crashes costs its time limit and no other trial.
-
-Each trial runs in processes of its own, forked from one that has imported everything: a model whose code hangs or
-crashes costs its time limit and no other trial.
 """
 
 from __future__ import annotations
