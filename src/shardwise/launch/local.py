@@ -48,7 +48,7 @@ def launch(job: ResolvedRun) -> None:
     for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*"), *logs.glob(FAILURE)):
         earlier.unlink()
     restarts = Restarts(job)
-    with freed(job.output, kept_after=Lost), _Signals() as signals, _kept(logs / FAILURE):
+    with freed(job.output, resumable=Lost), _Signals() as signals, _kept(logs / FAILURE):
         for number in itertools.count(1):
             try:
                 return _attempt(job, signals)

@@ -278,7 +278,7 @@ class Node:
     def _newest(self) -> int:
         """Of checkpoints, and of copies in memory of which this host has a part."""
         output = self._settings.output
-        return max(newest_step(output / "checkpoints"), newest_copy(output, self._settings.name, whole=False))
+        return max(newest_step(output / "checkpoints"), newest_copy(output, self._settings.name, complete_only=False))
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # whoever listened may be gone

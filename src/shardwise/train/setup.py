@@ -262,7 +262,7 @@ def build_parts(
             scaler.load_state_dict(position.scaler)
         steps = job.last_step(position.step, position.sequences)
         if position.step < steps:
-            say(f"going on from {place or f'{folder} (step {position.step})'}{copies.told(position.step)}")
+            say(f"going on from {place or f'{folder} (step {position.step})'}{copies.lost_note(position.step)}")
             for change in changed_settings(folder, run):
                 say(f"changed since then: {change}")
         else:

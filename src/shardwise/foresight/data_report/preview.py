@@ -171,8 +171,8 @@ def _characters(group: list[tuple[bytes, bool]]) -> list[TextSpan]:
 def _spelled(data: bytes, learned: bool) -> TextSpan:
     """Bytes that are no text on their own: readable characters, and the rest by number."""
     text = data.decode("utf-8", "surrogateescape")
-    shown = "".join(f"<0x{ord(c) - 0xDC00:02X}>" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in text)
-    return TextSpan(shown, learned, False, 1, broken=True)
+    spelled_text = "".join(f"<0x{ord(c) - 0xDC00:02X}>" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in text)
+    return TextSpan(spelled_text, learned, False, 1, broken=True)
 
 
 def shortened(pieces: TokenBytes, sample: Sample, limit: int) -> list[TextSpan]:

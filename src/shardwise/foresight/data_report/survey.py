@@ -174,7 +174,7 @@ def sample_at(surveyed: Survey, place: str) -> Sample:
     spellings |= {before} if number == 0 and before else set()
     ends = tuple(f"/{spelling}" for spelling in spellings if spelling)
     absolute = {str(Path(spelling).expanduser().absolute()) for spelling in spellings if spelling}
-    for name, spelling in _named(surveyed):
+    for name, source in _named(surveyed):
         row_number = number if before in ("", name) else None
 
         def chosen(row: int, where: str, row_number: int | None = row_number) -> bool:
@@ -185,7 +185,7 @@ def sample_at(surveyed: Survey, place: str) -> Sample:
                 or str(Path(where).absolute()) in absolute
             )
 
-        for sample in _rendered(surveyed, name, spelling.spec, chosen):
+        for sample in _rendered(surveyed, name, source.spec, chosen):
             return sample
         if number is not None and not before:
             break  # a bare number is of the first source

@@ -298,11 +298,11 @@ def _table(plan: Plan, tokens: float | None) -> Table:
         step_seconds = plan.scale[0] * quick.seconds(strategy)
         size = human(plan.scale[1] * quick.memory(strategy))
         rate = plan.run.train.batch_size * plan.run.data.sequence_length / step_seconds / plan.cluster.ranks
-        again = "full" if strategy.recompute else "none"
+        recompute_mode = "full" if strategy.recompute else "none"
         row = [
             strategy.name(),
             str(strategy.micro),
-            again,
+            recompute_mode,
             f"≈ {step_seconds:.2f} s",
             f"≈ {rate:,.0f}",
             "",

@@ -71,13 +71,17 @@ def _why_stage(chosen: Strategy, quick: Quick, cluster: Cluster) -> str:
     stage = f"ZeRO-{chosen.zero}"
     if chosen.zero == 0:
         return "no ZeRO: states fit undivided, and nothing has to be gathered."
-    less = replace(chosen, zero=chosen.zero - 1, shard=chosen.shard if chosen.zero > 1 else None, secondary=None)
-    size = quick.memory(less)
+    one_stage_lower = replace(
+        chosen, zero=chosen.zero - 1, shard=chosen.shard if chosen.zero > 1 else None, secondary=None
+    )
+    size = quick.memory(one_stage_lower)
     lower = f"ZeRO-{chosen.zero - 1}" if chosen.zero > 1 else "without ZeRO it"
     if size > cluster.device.memory:
         comparison = f"{lower} would take about {human(size)} of {human(cluster.device.memory)}"
     else:
-        comparison = f"{lower} would fit too (about {human(size)}), at about {quick.seconds(less):.2f} s a step"
+        comparison = (
+            f"{lower} would fit too (about {human(size)}), at about {quick.seconds(one_stage_lower):.2f} s a step"
+        )
     traffic = ""
     if chosen.zero == 3:
         _, rank_parameters = quick.parameters(chosen)
@@ -122,10 +126,14 @@ def _alternatives(plan: Plan) -> Iterator[str]:
     best = plan.options[0]
     for other in plan.options[1:2]:
         slower = other.estimate.time.seconds / best.estimate.time.seconds - 1
-        less = best.estimate.peak - other.estimate.peak
-        size = f"{human(abs(less))} {'less' if less > 0 else 'more'} memory" if abs(less) > 2**20 else "the same memory"
-        how = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
-        yield f"next best: {describe(other.strategy)}: {how}, {size}."
+        memory_saved = best.estimate.peak - other.estimate.peak
+        size = (
+            f"{human(abs(memory_saved))} {'less' if memory_saved > 0 else 'more'} memory"
+            if abs(memory_saved) > 2**20
+            else "the same memory"
+        )
+        speed = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
+        yield f"next best: {describe(other.strategy)}: {speed}, {size}."
 
 
 def describe(strategy: Strategy, recompute: str | None = None) -> str:

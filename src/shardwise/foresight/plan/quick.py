@@ -322,5 +322,5 @@ class Quick:
         return compute + exposed + update + bubble + offloaded
 
     @lru_cache(maxsize=4096)  # noqa: B019  lives as long as a search
-    def _wire(self, kind: str, size: float, ranks: int, near: int) -> float:
-        return wire_seconds(kind, size, ranks, near, self.cluster) if ranks > 1 else 0.0
+    def _wire(self, kind: str, size: float, ranks: int, per_node: int) -> float:
+        return wire_seconds(kind, size, ranks, per_node, self.cluster) if ranks > 1 else 0.0

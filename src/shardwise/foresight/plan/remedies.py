@@ -44,19 +44,21 @@ class Remedy:
 
 def remedies(source: ModelSource, run: Run, cluster: Cluster, before: Estimate) -> list[Remedy]:
     """Returns changes that make the run fit, result-preserving ones first, by time; else those that save most."""
-    known: list[Run] = []
+    seen_runs: list[Run] = []
     tried: list[tuple[dict[str, Any], bool, Run]] = []
     for settings, same in _changes(run, cluster, _micro_batches_that_fit(run, before)):
         changed = _with(run, settings)
-        if changed is not None and changed not in known and legal(changed, source.config, cluster.ranks) is None:
-            known.append(changed)
+        if changed is not None and changed not in seen_runs and legal(changed, source.config, cluster.ranks) is None:
+            seen_runs.append(changed)
             tried.append((settings, same, changed))
     sketches = Sketches(source, PACKED)
     estimated: list[Remedy] = []
     while tried and sum(remedy.estimate.fits and remedy.same for remedy in estimated) < ENOUGH:
         batch = tried[:AT_ONCE]
         tried = tried[AT_ONCE:]
-        sketches.make([(without_pipeline(remedy), cluster.ranks // remedy.parallel.pipeline) for _, _, remedy in batch])
+        sketches.make(
+            [(without_pipeline(changed), cluster.ranks // changed.parallel.pipeline) for _, _, changed in batch]
+        )
         for settings, same, changed in batch:
             try:
                 estimated.append(Remedy(settings, same, estimate(source, changed, cluster, sketches)))

@@ -148,14 +148,14 @@ def _amount(tokens: float) -> str:
 
 
 def _reasons(plan: Plan) -> str:
-    why = "".join(f"<li>{text(line)}</li>" for line in reasons(plan))
+    reason_items = "".join(f"<li>{text(line)}</li>" for line in reasons(plan))
     rules = "".join(
         f'<li class="{"agree" if agrees else "differ"}"><b>{"agrees" if agrees else "the numbers say otherwise"}</b> '
         f"{text(rule)}: <i>{text(observed)}</i></li>"
         for rule, observed, agrees in guidelines(plan)
     )
     rules = f'<section class="card"><h2>Rules of thumb</h2><ul class="rules">{rules}</ul></section>' if rules else ""
-    return f'<div class="pair"><section class="card"><h2>Why</h2><ul>{why}</ul></section>{rules}</div>'
+    return f'<div class="pair"><section class="card"><h2>Why</h2><ul>{reason_items}</ul></section>{rules}</div>'
 
 
 def _strategies(plan: Plan) -> str:

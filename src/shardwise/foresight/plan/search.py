@@ -134,8 +134,8 @@ def _single_device(cluster: Cluster) -> Cluster:
 def _complexity(strategy: Strategy) -> int:
     """Ranks strategies of equal time: fewer moving parts are better."""
     axes = sum(size > 1 for size in (strategy.tensor, strategy.context, strategy.pipeline, strategy.expert))
-    more = (strategy.shard is not None) + (strategy.secondary is not None) + strategy.interleaved + strategy.recompute
-    return 3 * axes + more + 5 * (strategy.offload != "none") + 5 * (strategy.offload_parameters != "none")
+    extras = (strategy.shard is not None) + (strategy.secondary is not None) + strategy.interleaved + strategy.recompute
+    return 3 * axes + extras + 5 * (strategy.offload != "none") + 5 * (strategy.offload_parameters != "none")
 
 
 def _ranked(scored: list[tuple[float, int, Strategy]]) -> list[Strategy]:

@@ -132,20 +132,20 @@ def _offloads(strategy: Strategy, run: Run, offload: bool) -> list[tuple[str, st
 
 
 def _shardings(
-    spread: int, near: int, nodes: int, inner: int, offload: bool
+    ranks: int, per_node: int, nodes: int, inner: int, offload: bool
 ) -> Iterator[tuple[int, int | None, int | None]]:
-    """ZeRO stage, hybrid sharding group and hpZ secondary shard; `near` of the ranks are in one node."""
-    if spread == 1:
+    """ZeRO stage, hybrid sharding group and hpZ secondary shard; `per_node` of the ranks are in one node."""
+    if ranks == 1:
         yield 2, None, None  # one rank has nothing to divide: the default
         if offload:
             yield 3, None, None  # what weights are kept elsewhere with
         return
     for zero in (0, 1, 2, 3):
         yield zero, None, None
-        if zero >= 2 and nodes > 1 and 1 < near < spread and spread % near == 0:
-            yield zero, near, None
+        if zero >= 2 and nodes > 1 and 1 < per_node < ranks and ranks % per_node == 0:
+            yield zero, per_node, None
             if zero == 3 and inner == 1:
-                yield zero, None, near
+                yield zero, None, per_node
 
 
 def applied(run: Run, strategy: Strategy) -> Run:
