@@ -113,7 +113,11 @@ def test_widths_stay_where_there_is_room(tmp_path: Path) -> None:
     deep = make_model(source, tmp_path / "deep", room, None, full=False, stages=4)
     tiny = make_model(source, tmp_path / "tiny", replace(room, memory=1000), None, full=False, stages=1)
     whole = make_model(source, tmp_path / "whole", room, None, full=True, stages=1)
-    assert "2 layers, real widths" in real.told and "4 layers" in deep.told and "a tiny llama" in tiny.told
+    assert (
+        "2 layers, real widths" in real.description
+        and "4 layers" in deep.description
+        and "a tiny llama" in tiny.description
+    )
     assert real.parameters < deep.parameters < whole.parameters
     kept = tiny_config(config, 2)
     assert kept.vocab_size == config.vocab_size and kept.max_position_embeddings == config.max_position_embeddings

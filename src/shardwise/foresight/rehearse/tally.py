@@ -81,7 +81,7 @@ def tally_of(result: Rehearsal, layers: int) -> Tally:
 def _per_micro_batch_and_step(tracker: StepTracker) -> tuple[Counter[Any], Counter[Any]]:
     """Work of every micro-batch, and work once per step: what not all micro-batches do, and the update."""
     total: Counter[Any] = Counter(tracker.work)
-    total.update(sent(phase, current) for phase, _, current in tracker.collectives)
+    total.update(sent(phase, collective) for phase, _, collective in tracker.collectives)
     common = tracker.passes[0] if tracker.passes else Counter()
     for current in tracker.passes[1:]:
         common = common & current

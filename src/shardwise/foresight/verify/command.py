@@ -106,8 +106,15 @@ def _verify(
     prover = Prover(base, source, plan, sized, folder, say)
     prover.prepare()
     certificate = Certificate(
-        name, sized.told, sized.parameters, prover.batch_told, prover.reference_told, precision, device, notes,
-    )  # fmt: skip
+        name,
+        sized.description,
+        sized.parameters,
+        prover.batch_description,
+        prover.reference_description,
+        precision,
+        device,
+        notes,
+    )
     with ranks(precision, device, folder) as started:
         prover.compute_reference(started)
         notes += prover.notes

@@ -49,8 +49,8 @@ TIMES, MOST = 4.0, 0.5
 
 def rounding(half: Reference, single: Reference) -> Bounds:
     """Returns bounds from the reference in half precision against the same in single precision."""
-    half_figures = half.told
-    single_figures = single.told
+    half_figures = half.figures
+    single_figures = single.figures
     gradient = max(
         gradient_difference(half.gradient(n), single.gradient(n), single_figures["largest"]) for n in single.names
     )
@@ -113,12 +113,12 @@ class Reference:
         from safetensors import safe_open
 
         self._tensors = safe_open(file, framework="pt")
-        self.told: dict[str, Any] = json.loads(file.with_suffix(".json").read_text())
+        self.figures: dict[str, Any] = json.loads(file.with_suffix(".json").read_text())
 
     @property
     def names(self) -> list[str]:
         """Trained parameters in the model's order."""
-        return list(self.told["names"])
+        return list(self.figures["names"])
 
     def gradient(self, name: str) -> torch.Tensor:
         """Returns a gradient of the first step, before clipping."""
@@ -143,37 +143,39 @@ def write_reference(
     file.with_suffix(".json").write_text(json.dumps(figures))
 
 
-def gradient_difference(ours: torch.Tensor | None, theirs: torch.Tensor, largest: float) -> float:
+def gradient_difference(actual: torch.Tensor | None, expected: torch.Tensor, largest: float) -> float:
     """Returns the relative difference of a gradient; inf if it is missing, misshapen or not finite."""
-    if ours is None:
-        return 0.0 if not theirs.any() else float("inf")
-    if ours.shape != theirs.shape:
+    if actual is None:
+        return 0.0 if not expected.any() else float("inf")
+    if actual.shape != expected.shape:
         return float("inf")
-    if not theirs.numel():
+    if not expected.numel():
         return 0.0
-    difference = float((ours.float().cpu() - theirs).abs().max() / (theirs.abs().max() + ROUNDED * largest + 1e-30))
+    difference = float(
+        (actual.float().cpu() - expected).abs().max() / (expected.abs().max() + ROUNDED * largest + 1e-30)
+    )
     return difference if difference == difference else float("inf")
 
 
 def update_difference(
-    ours: torch.Tensor, theirs: torch.Tensor, gradient: torch.Tensor, rate: float, largest: float
+    actual: torch.Tensor, expected: torch.Tensor, gradient: torch.Tensor, rate: float, largest: float
 ) -> float:
     """Returns the difference of updated parameters as a share of the learning rate, where gradients exceed rounding."""
-    if ours.shape != theirs.shape:
+    if actual.shape != expected.shape:
         return float("inf")
     size = gradient.abs()
     telling = size > max(TELLING * float(size.max()) if size.numel() else 0.0, NOISE * largest)
     if not telling.any():
         return 0.0
-    rounding = 2 * torch.finfo(torch.float32).eps * theirs.abs()  # of adding a small update to a large weight
-    excess = ((ours.float().cpu() - theirs).abs() - rounding).clamp(min=0)[telling]
+    rounding = 2 * torch.finfo(torch.float32).eps * expected.abs()  # of adding a small update to a large weight
+    excess = ((actual.float().cpu() - expected).abs() - rounding).clamp(min=0)[telling]
     difference = float(excess.max()) / rate
     return difference if difference == difference else float("inf")
 
 
-def relative(ours: float, theirs: float) -> float:
+def relative(actual: float, expected: float) -> float:
     """Returns the difference as a share of the reference's value."""
-    return abs(ours - theirs) / max(abs(theirs), 1e-12)
+    return abs(actual - expected) / max(abs(expected), 1e-12)
 
 
 def worst_difference(results: Iterable[dict[str, Any]], names: list[str]) -> ParityDifference:

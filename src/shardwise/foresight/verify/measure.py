@@ -53,7 +53,7 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[ParityDifference, list[str]]:
-    figures = reference.told
+    figures = reference.figures
     trained_names = set(reference.names)
     loss = 0.0
     norm = 0.0
@@ -68,11 +68,13 @@ def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[P
         step_loss = _forward_and_backward(parts, step)
         if step == 0:
             loss = abs(step_loss - figures["loss"])
-            for name, ours in gradients_of(parts):
+            for name, actual in gradients_of(parts):
                 names.append(name)
                 # One that the reference does not train must not be there; it trains all that ours does.
-                theirs = reference.gradient(name) if name in trained_names else None
-                difference = float("inf") if theirs is None else gradient_difference(ours, theirs, figures["largest"])
+                expected = reference.gradient(name) if name in trained_names else None
+                difference = (
+                    float("inf") if expected is None else gradient_difference(actual, expected, figures["largest"])
+                )
                 first = first or (name if not difference <= bounds.gradient else "")
                 if not difference <= gradient:
                     worst_gradient = name
@@ -89,11 +91,11 @@ def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[P
                         update = difference
             if bounds.update is not None and "after" in figures:
                 rate = parts.job.run.train.learning_rate
-                for name, ours in parameters_of(parts):
+                for name, actual in parameters_of(parts):
                     if name in trained_names:
-                        theirs = reference.parameter(name)
+                        expected = reference.parameter(name)
                         reference_gradient = reference.gradient(name)
-                        difference = update_difference(ours, theirs, reference_gradient, rate, figures["largest"])
+                        difference = update_difference(actual, expected, reference_gradient, rate, figures["largest"])
                         if not difference <= update:
                             worst_update = name
                             update = difference
@@ -109,7 +111,7 @@ def _bias_differences(parts: TrainState, reference: Reference) -> Iterator[tuple
     """Difference of each router bias on this rank, as a share of one step's update."""
     buffers = dict(parts.sharded.model.named_buffers())
     rate = parts.job.run.router.bias_update
-    for name in reference.told.get("biases", ()):
+    for name in reference.figures.get("biases", ()):
         if name in buffers:
             difference = float((buffers[name].float().cpu() - reference.parameter(name)).abs().max())
             yield name, difference / (float(rate) if rate != "auto" and rate else 1e-3)

@@ -62,9 +62,9 @@ class Prover:
         self.plain = False
         self.adapter: Path | None = None
         self.scales: dict[str, float] = {}
-        self.together = 0  # documents that share a row
-        self.batch_told = ""
-        self.reference_told = ""
+        self.packed_documents = 0  # documents that share a row
+        self.batch_description = ""
+        self.reference_description = ""
         self._jobs: dict[str, ResolvedRun] = {}
 
     def prepare(self) -> None:
@@ -90,13 +90,15 @@ class Prover:
         sequences = batches[BATCH].loader().sequences(0, self.plan.rows)
         documents = sum(map(len, sequences))
         tokens = sum(int(s["length"].sum()) for s in sequences)
-        self.together = sum(len(s) for s in sequences if len(s) > 1)
+        self.packed_documents = sum(len(s) for s in sequences if len(s) > 1)
         layout = f"{documents} documents in {len(sequences)} packed rows" if packed else f"{documents} documents"
-        self.batch_told = f"{layout}, {tokens:,} tokens of the run's own data"
-        self.reference_told = "one document at a time, transformers' forward, summed loss / count, torch's AdamW, fp32"
+        self.batch_description = f"{layout}, {tokens:,} tokens of the run's own data"
+        self.reference_description = (
+            "one document at a time, transformers' forward, summed loss / count, torch's AdamW, fp32"
+        )
         if not self.plain:
             unsupported = task if task not in PLAIN_TASKS else run.method.type
-            self.reference_told = f"one rank of Shardwise, undivided ({unsupported} has no plain counterpart)"
+            self.reference_description = f"one rank of Shardwise, undivided ({unsupported} has no plain counterpart)"
         elif run.train.optimizer != "adamw" or run.train.optimizer_state != "fp32":
             self.notes.append(
                 f"losses and gradients are compared; {run.train.optimizer}'s update has no plain counterpart"
@@ -111,7 +113,7 @@ class Prover:
         """Gives a plain LoRA run an initial adapter, which the reference reads too."""
         method = job.run.method
         plan = job.adapted.plan
-        if not isinstance(method, Lora) or isinstance(method, Qlora) or plan is None or plan.dora or plan.whole:
+        if not isinstance(method, Lora) or isinstance(method, Qlora) or plan is None or plan.dora or plan.fully_trained:
             return
         from shardwise.nn.adapters.layers import features
         from shardwise.nn.adapters.peft import peft_config
@@ -200,14 +202,14 @@ class Prover:
             return ClaimRow(claim, UNTRIED, why=f"it rests on: {broken}")
         if not self.plain and claim.name in (MODEL, PACKING):
             return ClaimRow(claim, OPEN, why="the reference does this itself")
-        if claim.name == PACKING and not self.together:
+        if claim.name == PACKING and not self.packed_documents:
             return ClaimRow(
                 claim, OPEN, why="no row of the batch holds two documents: a longer data.sequence_length would"
             )
         try:  # a tiny model has other numbers of heads and experts than the one that the run's axes fit
             check_model_axes(as_run(self.base, claim), self.sized.config)
         except UserError as error:
-            return ClaimRow(claim, OPEN, why=f"of {self.sized.told}: {error.field} {error.problem}")
+            return ClaimRow(claim, OPEN, why=f"of {self.sized.description}: {error.field} {error.problem}")
         self.say(f"{claim.name}: {claim.what}")
         folder = self.folder / "claims" / _file_name(claim.name)
         work = self._work(_file_name(claim.name), claim.settings)

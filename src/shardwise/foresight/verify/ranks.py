@@ -87,12 +87,12 @@ def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
 
 
 @contextmanager
-def stopped_by_sigterm(what: str = "nothing was certified") -> Iterator[None]:
+def stopped_by_sigterm(consequence: str = "nothing was certified") -> Iterator[None]:
     """Makes SIGTERM behave like Ctrl-C inside the block: children end and partial output is removed."""
     previous: Any = None
 
     def stop(number: int, frame: Any) -> None:
-        raise Interrupted(f"stopped: {what}", 128 + number)
+        raise Interrupted(f"stopped: {consequence}", 128 + number)
 
     with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
         previous = signal.signal(signal.SIGTERM, stop)

@@ -44,8 +44,8 @@ def show(
         if failure is not None:
             print(f"FAILED: {failure.claim.name}: {failure.why}")
         else:
-            shown = sum(row.difference is not None for row in certificate.rows)
-            summary = f"{shown} claims shown" if shown else "NOTHING SHOWN: there is no claim of this run to try"
+            compared = sum(row.difference is not None for row in certificate.rows)
+            summary = f"{compared} claims shown" if compared else "NOTHING SHOWN: there is no claim of this run to try"
             print(summary + (f"; written to {output}" if output is not None else ""))
     return 0 if certificate.passed else 1
 

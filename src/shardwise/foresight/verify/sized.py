@@ -35,7 +35,7 @@ class ShrunkModel:
     """A model for verification: its folder, description, number of parameters and config."""
 
     folder: Path
-    told: str
+    description: str
     parameters: int
     config: Any
 

@@ -129,7 +129,7 @@ def _row(name: str, axes: Sequence[str], row: dict[str, ZooResult]) -> str:
     for axis, result in row.items():
         if result.outcome in ("refused", "wrong") and axis not in dense:
             reasons.setdefault(_cell(result.why), []).append(axis)
-    explanation = "; ".join(f"{', '.join(axes_affected)}: {why}" for why, axes_affected in reasons.items())
+    explanation = "; ".join(f"{', '.join(axes_affected)}: {reason}" for reason, axes_affected in reasons.items())
     return f"| {name} | {signs} | {explanation} |"
 
 
