@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint.store import MODEL, RUN, STATE, load_tensors
-from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Model, Run
 from shardwise.core.errors import UserError
 from shardwise.core.safe_pickle import SafeReader

@@ -440,7 +440,7 @@ def _bytes(value: Any, ranks: int) -> float:
         return 0.0
     if not isinstance(tensor, DTensor):
         return tensor.numel() * tensor.element_size() / ranks
-    local = tensor._local_tensor
+    local = local_tensor(tensor)
     mesh = tensor.device_mesh
     size = local.numel() * local.element_size()
     return size / math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_replicate())

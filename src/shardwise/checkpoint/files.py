@@ -1,8 +1,8 @@
-"""Tensor files in the format of PyTorch's distributed checkpoint, written in one pass that also hashes them.
+"""Files of tensors as PyTorch's distributed checkpoint has them, written in one pass that also hashes them.
 
-For 224 tensors in 107 MB PyTorch's own writing took 0.3 s of CPU time, half of it to serialise each tensor anew (a zip
-archive of seven records, with a checksum), and reading the file back to hash it another 0.07. What surrounds a tensor's
-bytes depends on its shape and dtype alone, so it is made once. The archive's own checksum of the tensor stays empty, as
+Of 224 tensors in 107 MB PyTorch's own writing took 0.3 s of CPU time, half of it to wrap up each tensor anew (a zip
+archive of seven records, with a checksum), and reading the file back to hash it another 0.07. What is around a tensor's
+bytes depends on its shape and type alone, so it is made once. The archive's own checksum of the tensor stays empty, as
 PyTorch leaves it where it is told to (`torch.serialization.set_crc32_options`): the manifest has a better one.
 """
 
@@ -25,7 +25,7 @@ CHUNK = 1 << 20  # bytes that are hashed and then written while the processor's 
 
 
 class TensorFiles:
-    """Writes a rank's tensors; caches what surrounds them in the archive."""
+    """Writes a rank's tensors; remembers what goes around them."""
 
     def __init__(self) -> None:
         self._around: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
@@ -33,25 +33,21 @@ class TensorFiles:
     def write(
         self, file: Path, items: Iterable[tuple[WriteItem, torch.Tensor | io.BytesIO]], durable: bool
     ) -> tuple[list[WriteResult], tuple[int, str]]:
-        """Writes one after the other, holding one at a time; returns their locations, and the file's size and hash."""
-        results = []
-        digest = hashlib.sha256()
-        position = 0
+        """One after the other, holding one at a time; returns where each lies, and the file's size and hash."""
+        results, digest, at = [], hashlib.sha256(), 0
         with file.open("wb") as stream:
             for item, data in items:
-                start = position
+                start = at
                 for part in self._parts(data):
                     for chunk in (part[i : i + CHUNK] for i in range(0, len(part), CHUNK)):
                         digest.update(chunk)
                         stream.write(chunk)
-                    position += len(part)
-                results.append(
-                    WriteResult(item.index, position - start, _StorageInfo(file.name, start, position - start))
-                )
+                    at += len(part)
+                results.append(WriteResult(item.index, at - start, StorageInfo(file.name, start, at - start)))
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())
-        return results, (position, digest.hexdigest())
+        return results, (at, digest.hexdigest())
 
     def _parts(self, data: torch.Tensor | io.BytesIO) -> list[Any]:
         if isinstance(data, io.BytesIO):
@@ -66,7 +62,7 @@ class TensorFiles:
 
 
 class _Split:
-    """A file that records what is written to it, and where a tensor's bytes were skipped."""
+    """A file that keeps what is written to it, and where it was told to leave out a tensor's bytes."""
 
     def __init__(self) -> None:
         self.parts: list[list[bytes]] = [[]]
@@ -85,10 +81,10 @@ class _Split:
 
 def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """What torch.save writes before and after the bytes of such a tensor."""
-    recorded = _Split()
+    made = _Split()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), recorded)  # type: ignore[arg-type]  # its memory is never touched
+        torch.save(torch.empty(shape, dtype=dtype), made)  # type: ignore[arg-type]  # its memory is never touched
     if shape.numel() == 0:  # nothing was left out
-        return b"".join(recorded.parts[0]), b""
-    before, after = (b"".join(part) for part in recorded.parts)
+        return b"".join(made.parts[0]), b""
+    before, after = (b"".join(part) for part in made.parts)
     return before, after

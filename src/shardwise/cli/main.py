@@ -446,12 +446,12 @@ def export(
             problem = "is for Hugging Face folders: a GGUF file never has such tensors"
             raise UserError("--allow-missing-tensors", True, problem, "leave it out")
         options = ExportOptions(overwrite=overwrite, changed_tokenizer=changed_tokenizer, trust=trust_remote_code)
-        done = export_gguf(checkpoint, target, gguf, options, _say, wanted, allow_unreadable)
+        done = export_gguf(checkpoint, target, gguf, options, _say, check_mode, allow_unreadable)
     else:
         if allow_unreadable:
             raise UserError("--allow-unreadable", True, "is for GGUF files", "add --gguf with a type, or leave it out")
-        found = find_checkpoint(Path(checkpoint).expanduser())
-        _say(f"exporting {found}")
+        source = find_checkpoint(Path(checkpoint).expanduser())
+        _say(f"exporting {source}")
         options = ExportOptions(
             dtype,
             size,
@@ -461,7 +461,7 @@ def export(
             allow_missing=allow_missing_tensors,
             trust=trust_remote_code,
         )
-        done = export_folder(found, target, options, _say, wanted)
+        done = export_folder(source, target, options, _say, check_mode)
     for line in (done.checked or "not checked").splitlines():
         _say(line)
     print(f"the model lies in {target}")

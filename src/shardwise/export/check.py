@@ -213,7 +213,7 @@ def _rotary(reference: Any, exported: Any) -> str | None:
 
 def _use_eager_attention(model: Any) -> None:
     """Uses eager attention, which defines the model: faster kernels drop the softcaps of some models (Gemma 2)."""
-    if getattr(model.config, "_attn_implementation", "eager") != "eager":
+    if attention_of(model.config) != "eager":
         with quiet():
             model.set_attn_implementation("eager")
 

@@ -47,8 +47,8 @@ def launch(resolved: ResolvedRun) -> None:
     # Only ours: the folder may hold others' files too.
     for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*"), *logs.glob(FAILURE)):
         earlier.unlink()
-    restarts = Restarts(job)
-    with freed(job.output, resumable=Lost), _Signals() as signals, _kept(logs / FAILURE):
+    restarts = Restarts(resolved)
+    with freed(resolved.output, resumable=Lost), _Signals() as signals, _record_failure(logs / FAILURE):
         for number in itertools.count(1):
             try:
                 return _attempt(resolved, signals)

@@ -89,7 +89,7 @@ class Trainer:
         if self.prediction is not None:
             from shardwise.foresight.plan.gate import save_prediction
 
-            save_prediction(self.prediction, job.output)
+            save_prediction(self.prediction, resolved.output)
         try:
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 self._fit_this_rank(resolved, say)

@@ -48,10 +48,10 @@ def use_float8(model: nn.Module, blocks: list[tuple[str, nn.Module]], settings: 
         return []
     chosen: list[str] = []
     block_prefixes = tuple(f"{name}." for name, _ in blocks)
-    excluded = find_targets(model, settings.keep, "fp8.keep")
+    excluded = find_targets(model, settings.modules_to_not_convert, "fp8.modules_to_not_convert")
     for name, module in linear_modules(model).items():
         sizes: Any = module.weight.shape
-        eligible = min(sizes) >= settings.least and not any(size % MULTIPLE for size in sizes)
+        eligible = min(sizes) >= settings.min_features and not any(size % MULTIPLE for size in sizes)
         if eligible and name.startswith(block_prefixes) and name not in excluded:
             module.__class__ = _float8_class(cast(Any, type(module)))
             module.float8_recipe = settings.recipe  # type: ignore[assignment]

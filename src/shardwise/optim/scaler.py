@@ -1,9 +1,9 @@
-"""Loss scaling for fp16: torch's GradScaler with hysteresis, a minimum scale, or a static scale.
+"""Loss scaling for fp16: torch's GradScaler with hysteresis, a least scale, or a scale that stays.
 
-The scale and its counters stay on the device, so that an update never synchronises. The rule, for a dynamic scale: an
-overflow halves the scale, but only the `hysteresis`-th of them; `growth_every` steps without one double it, and the
-first doubling after an overflow takes one step more (DeepSpeed counts so). An overflow at the minimum scale cannot be
-fixed: it is recorded in `exhausted`, which the loop reads when it reports.
+The scale and its counters stay on the device, so that an update waits for nothing. The rule, for a dynamic scale:
+an overflow halves the scale, but only the `hysteresis`-th of them; `growth_interval` steps without one double it, and
+the first doubling after an overflow takes one step more (DeepSpeed counts so). An overflow at the least scale cannot be
+mended: it is noted in `exhausted`, which the loop reads when it reports.
 """
 
 from __future__ import annotations
@@ -30,35 +30,30 @@ class LossScaler(OpenGradScaler):
         self._exhausted: torch.Tensor | None = None
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """After `unscale_`: makes an overflow on any rank one on all, also if ranks have different parameters."""
-        for found_inf in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        """After `unscale_`: an overflow on any rank is one on all, also where ranks have different parameters."""
+        for overflow in self.overflows_of(optimizer):
+            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 
     def taken(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | bool:
-        """After `step`, before `update`: whether the step was taken, as 0 or 1 on the device; True without scaling."""
-        if not self._enabled:
+        """After `step`, before `update`: whether it changed anything, as 0 or 1 on the device; True without scaling."""
+        if not self.is_enabled():
             return True
-        found_inf = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        return (torch.stack([inf.reshape(()) for inf in found_inf]).sum() == 0).float()
+        return (torch.stack([inf.reshape(()) for inf in self.overflows_of(optimizer)]).sum() == 0).float()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """After `step`: adapts the scale to whether this step overflowed on any rank."""
         assert new_scale is None, "the scale follows loss_scale"
         if not self.is_enabled():
             return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        found_inf = [
-            inf for state in self._per_optimizer_states.values() for inf in state["found_inf_per_device"].values()
-        ]
-        assert found_inf, "update needs unscale_ or step before it"
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        scale, tracker = self.scale_and_growth()
+        found = self.take_overflows()
+        assert found, "update needs unscale_ or step before it"
         if self.settings.value == "dynamic":
-            overflow = torch.stack([inf.to(scale.device, non_blocking=True).reshape(()) for inf in found_inf]).sum() > 0
+            overflow = torch.stack([inf.to(scale.device, non_blocking=True).reshape(()) for inf in found]).sum() > 0
             self._adapt(overflow, scale, tracker)
 
     def _adapt(self, overflow: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor) -> None:
-        rule = self.settings
-        left = self._counter(scale.device)
+        rule, left = self.settings, self._counter(scale.device)
         assert self._exhausted is not None
         shift = overflow & (left <= 1)
         self._exhausted.logical_or_(shift & (scale.reshape(()) <= rule.minimum))
@@ -79,11 +74,11 @@ class LossScaler(OpenGradScaler):
 
     @property
     def exhausted(self) -> bool:
-        """Whether a step overflowed at the minimum scale; synchronises with the device."""
+        """Whether a step overflowed at the least scale; waits for the device."""
         return self._exhausted is not None and bool(self._exhausted)
 
     def trouble(self) -> str | None:
-        """Returns the message about a scale that can go no lower; None otherwise."""
+        """What to tell of a scale that can go no lower, if so."""
         if not self.exhausted:
             return None
         return (
@@ -92,21 +87,16 @@ class LossScaler(OpenGradScaler):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns scale and counters; empty if scaling is off."""
-        if not self._enabled:
+        """Scale and counters; empty where scaling is off."""
+        if not self.is_enabled():
             return {}
         left = self.settings.hysteresis if self._left is None else int(self._left)
         return {"scale": self.get_scale(), "_growth_tracker": self.growth(), "hysteresis": left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes from a saved scale, unless the run now sets a static one."""
-        if not self._enabled or self.settings.value != "dynamic":
+        """Goes on from a saved scale, unless the run now says that it stays or how many overflows it takes."""
+        if not self.is_enabled() or self.settings.value != "dynamic":
             return
-        self._init_scale = float(state_dict["scale"])
-        self._init_growth_tracker = int(state_dict["_growth_tracker"])
-        if self._scale is not None:
-            self._scale.fill_(self._init_scale)
-        if self._growth_tracker is not None:
-            self._growth_tracker.fill_(self._init_growth_tracker)
+        device = self.set_scale(float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
         left = min(int(state_dict.get("hysteresis", self.settings.hysteresis)), self.settings.hysteresis)
         self._left = torch.tensor(left, dtype=torch.int32, device=device)

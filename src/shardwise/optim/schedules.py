@@ -24,10 +24,10 @@ from shardwise.config.schema import (
 
 
 def learning_rate(train: Train, step: int, total: int) -> float:
-    """Returns the rate for step 0 … total-1: linear warm-up, then the schedule down to `final_learning_rate`."""
+    """Returns the rate for step 0 … total-1: linear warm-up, then the schedule down to `min_lr_ratio` of it."""
     schedule = train.schedule
     peak = train.learning_rate
-    floor = train.final_learning_rate
+    floor = train.min_lr_ratio
     if not isinstance(schedule, str):
         return _deepspeed_rate(schedule, peak, step, total)
     warmup: int = min(train.warmup.steps(total), total)

@@ -50,7 +50,7 @@ def division_of(parameter: Tensor) -> Division:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Returns this rank's rows, as a plain tensor that shares the memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_grad(parameter: Tensor) -> Tensor:

@@ -7,9 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.folders import step_folder
-from shardwise.checkpoint.hf import ExportOptions
-from shardwise.core.errors import RunFailed
 from shardwise.data.loader import StepBatch
 from shardwise.nn.attention.varlen import fast_attention
 from shardwise.optim.schedules import set_rates
@@ -101,64 +98,6 @@ def evaluate(state: TrainState) -> Evaluation:
     sums *= context.counts  # the others' losses are nobody's, or another rank's too
     dist.all_reduce(sums, group=world.control)
     return evaluation_of(sums, objective, loader.names)
-
-
-def watch_of(parts: TrainState) -> EarlyStopping:
-    """Follows the run's evaluations from its position on."""
-    sources = parts.eval_loader.names if parts.eval_loader else []
-    figures = (*parts.objective.figures, *(["perplexity"] if parts.objective.of_tokens else []))
-    return EarlyStopping(parts.job.run, parts.position, parts.store.root, sources, figures)
-
-
-def save(parts: TrainState) -> None:
-    """Starts a checkpoint of the current position."""
-    job, tensors, position, run_json = _state(parts)
-    parts.store.save(
-        parts.position.step, tensors, position, run_json,
-        lambda folder: write_model(folder, parts.sharded.model, job), parts.position.best_step,
-    )  # fmt: skip
-    parts.sharded.saved()
-
-
-def copy(parts: TrainState) -> None:
-    """Starts a copy of the current position in memory."""
-    _, tensors, position, run_json = _state(parts)
-    parts.copies.save(parts.position.step, tensors, position, run_json)
-    parts.sharded.saved()
-
-
-def _state(parts: TrainState) -> tuple[ResolvedRun, dict[str, Any], dict[str, Any], str]:
-    """What a later start needs."""
-    position, job = parts.position, parts.job
-    position.seconds = parts.meter.seconds
-    position.scaler = parts.scaler.state_dict()
-    position.fp32 = parts.spread.biases
-    tensors = tensors_of(parts.sharded, parts.optimizer)
-    return job, tensors, position.to_json(job.data.fingerprint), job.run.model_dump_json(indent=1)
-
-
-def finish(parts: TrainState, outcome: Outcome, checkpoint: Path) -> None:
-    """On the main rank: the Hugging Face folder, the curve and a summary beside them."""
-    job = parts.job
-    target = job.output / "model"
-    write_data(job)
-    export = job.run.export
-    trust = job.run.model.trust_remote_code
-    options = ExportOptions(export.dtype, export.shard_size, overwrite=True, verified=True, trust=trust)
-    exported = export_folder(checkpoint, target, options, check=export.check, most=SOON)
-    if export.merged:
-        options = replace(options, merged=True)
-        exported = export_folder(checkpoint, job.output / "merged", options, check=export.check, most=SOON)
-    records = read_metrics(job.output / "metrics.jsonl")
-    write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
-    # From the records, not the outcome: a run that was finished before has no losses of its own.
-    losses = {record["kind"]: record["loss"] for record in records if "loss" in record}
-    summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
-    summary |= {"check": exported.checked, "notes": list(exported.notes)}
-    summary |= {"foresight": beside_prediction(job.output, job.source.label, records, job.run.train.batch_size)}
-    summary |= {"seconds": round(parts.meter.seconds, 1), "tokens": parts.position.tokens}
-    summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}
-    (job.output / "result.json").write_text(json.dumps(summary, indent=1))
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -150,22 +150,10 @@ def build_state(
     store = CheckpointStore(root, run.checkpoint.keep, run.checkpoint.async_save, world.checkpoint)
     copies = _memory_checkpoints(run, world, root)
     start = find_start(run.resume, root, copies, world.control)
-    folder, place, damaged = start.folder, start.place, list[dict[str, Any]]()
-    if folder is not None:
-        position = restore(folder, sharded, optimizer, job.data.fingerprint, world.checkpoint, start.reader)
-        damaged = records(start, position.step)
-        for line in told(start, position.step):
-            say(line)
-        if position.scaler:
-            scaler.load_state_dict(position.scaler)
-        steps = job.last_step(position.step, position.sequences)
-        if position.step < steps:
-            say(f"going on from {place or f'{folder} (step {position.step})'}{copies.lost_note(position.step)}")
-            for change in changed_settings(folder, run):
-                say(f"changed since then: {change}")
-        else:
-            end = f"train.steps is {steps}" if job.epochs is None else f"train.epochs is {run.train.epochs:g}"
-            say(f"nothing is left to train: {folder} is at step {position.step}, {end}")
+    position = _resume(job, world, sharded, optimizer, start, say)
+    if position.scaler:
+        scaler.load_state_dict(position.scaler)
+    _report_start(job, start, position, copies, say)
     copies.began(position.step)
 
     def settle() -> None:
@@ -247,7 +235,7 @@ def _report_start(
         return
     last = job.last_step(position.step, position.sequences)
     if position.step < last:
-        say(f"going on from {start.place or f'{folder} (step {position.step})'}{copies.told(position.step)}")
+        say(f"going on from {start.place or f'{folder} (step {position.step})'}{copies.lost_note(position.step)}")
         for change in changed_settings(folder, run):
             say(f"changed since then: {change}")
         return

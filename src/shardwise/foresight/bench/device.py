@@ -255,7 +255,7 @@ def _scaled(size: int, device: torch.device) -> Callable[[], Any]:
     """Float8 with one scale per tensor; the second operand is column-major, as the kernels require."""
     left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     unit_scale = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(left, right.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16)
+    return lambda: scaled_mm(left, right.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Survey:
     prepared: Prepared
 
 
-def survey(run: Run, say: Callable[[str], None] = lambda _: None, progress: Tell | None = None) -> Survey:
+def survey(run: Run, say: Callable[[str], None] = lambda _: None, progress: ProgressReport | None = None) -> Survey:
     """Finds the tokenizer and prepares the data. Raises Problems with everything that is wrong with them."""
     from shardwise.nn.models.build import build_on_meta
     from shardwise.nn.models.source import find_model
@@ -74,7 +74,7 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, progress: Tell
     seed = run.train.seed
     vocabulary = vocabulary_size(build_on_meta(source))
     try:
-        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=progress, **options)
+        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, progress=progress, **options)
     except UserError as error:
         raise Problems(_every_problem(data, tokenizer, seed, options) or [error]) from None
     return Survey(run, tokenizer, source.tokenizer, prepared)

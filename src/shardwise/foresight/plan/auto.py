@@ -96,4 +96,7 @@ def _without_open_settings(run: Run) -> Run:
 
 def _same_axes(strategy: Strategy, parallel: Parallel) -> bool:
     axes = ("zero", "tensor", "context", "pipeline", "expert")
-    return all(getattr(strategy, axis) == getattr(parallel, axis) for axis in axes) and strategy.shard == parallel.shard
+    return (
+        all(getattr(strategy, axis) == getattr(parallel, axis) for axis in axes)
+        and strategy.shard == parallel.dp_shard_size
+    )

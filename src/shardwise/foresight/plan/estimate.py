@@ -134,7 +134,7 @@ def in_flight(run: Run, count: int) -> float:
     Fractional where it holds those of some of its blocks only.
     """
     stages = run.parallel.pipeline
-    schedule = run.parallel.schedule
+    schedule = run.parallel.pipeline_schedule
     if schedule == "gpipe":
         return count
     if schedule == "interleaved":
@@ -183,11 +183,11 @@ def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count:
     message_bytes = int(run.train.micro_batch_size) * run.data.sequence_length * sketched.width * 2
     message_bytes //= run.parallel.tensor * run.parallel.context
     ranks_per_node = 2 if cluster.nodes < stages else 1
-    passes = (run.parallel.chunks or 2) if run.parallel.schedule in ("interleaved", "zbv") else 1
+    passes = (run.parallel.virtual_stages or 2) if run.parallel.pipeline_schedule in ("interleaved", "zbv") else 1
     send_seconds = 2 * passes * count * wire_seconds("send", message_bytes, 2, ranks_per_node, cluster)
     micro_batch_seconds = (forward + backward + axes + waiting + send_seconds) / count
-    chunks = {"interleaved": run.parallel.chunks or 2, "zbv": 3}.get(run.parallel.schedule, 1)
-    idle = stages - 1 if run.parallel.schedule != "naive" else (stages - 1) * count
+    chunks = {"interleaved": run.parallel.virtual_stages or 2, "zbv": 3}.get(run.parallel.pipeline_schedule, 1)
+    idle = stages - 1 if run.parallel.pipeline_schedule != "naive" else (stages - 1) * count
     bubble = idle * micro_batch_seconds / chunks
     return replace(
         stage_time,

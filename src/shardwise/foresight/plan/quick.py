@@ -48,14 +48,14 @@ class Strategy:
         """Returns the settings by dotted path, as in RUN.yaml."""
         settings: dict[str, object] = {"parallel.zero": self.zero}
         if self.shard is not None:
-            settings["parallel.shard"] = self.shard
+            settings["parallel.dp_shard_size"] = self.shard
         if self.secondary is not None:
-            settings["parallel.secondary_shard"] = self.secondary
+            settings["parallel.hpz_size"] = self.secondary
         for axis in ("tensor", "context", "pipeline", "expert"):
             if getattr(self, axis) > 1:
                 settings[f"parallel.{axis}"] = getattr(self, axis)
         if self.interleaved:
-            settings["parallel.schedule"] = "interleaved"
+            settings["parallel.pipeline_schedule"] = "interleaved"
         settings["train.micro_batch_size"] = self.micro
         settings["recompute"] = "full" if self.recompute else "none"
         if self.offload != "none":

@@ -257,7 +257,7 @@ def _offloaded(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, com
     if offload.optimizer != "none":
         ratio = 1.0 if offload.ratio == "auto" else float(offload.ratio)
         size = trained * ratio * (state_bytes(run.train) + 2)  # and the low half of the masters, each way
-        hidden = offloaded_share(offload, run.precision, run.train.clip)
+        hidden = offloaded_share(offload, run.precision, run.train.max_grad_norm)
         seconds += states_seconds(size, offload.optimizer, cluster) * (1 - hidden)
     if offload.parameters != "none":
         passes = 3 if run.recompute == "full" else 2

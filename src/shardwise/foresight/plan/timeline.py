@@ -118,7 +118,7 @@ def pipeline(estimate: Estimate) -> tuple[str, str]:
     time = estimate.time
     stages = min(parallel.pipeline, MOST_STAGES)
     count = min(estimate.micro_batches, MOST_BATCHES)
-    chunks = (parallel.chunks or 2) if parallel.schedule == "interleaved" else 1
+    chunks = (parallel.virtual_stages or 2) if parallel.pipeline_schedule == "interleaved" else 1
     exposed = time.waiting + time.model_axes
     total = time.forward + time.backward or 1.0
     forward = (time.forward + exposed * time.forward / total) / estimate.micro_batches

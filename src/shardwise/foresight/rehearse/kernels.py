@@ -1,4 +1,4 @@
-"""Makes fake tensors take the GPU's kernels where the CPU runs several steps that save more for backward."""
+"""Where a GPU has one kernel and a CPU several steps that keep more for backward: fake tensors take the GPU's way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.core.compat.torch_private import FakeTensor, safe_softmax
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Shapes of grouped matrix products: groups of rows with one matrix each."""
+    """The shapes of products of groups of rows with a matrix each."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -27,36 +27,30 @@ class _GroupedProduct(torch.autograd.Function):
         return torch.empty_like(rows), torch.empty_like(weight)
 
 
-@contextmanager
-def grouped_products() -> Iterator[None]:
-    """Provides fake grouped products for other dtypes than bf16, the only one torch knows the shapes of."""
-    from transformers.integrations import moe
+def grouped_products() -> AbstractContextManager[None]:
+    """torch knows the shapes of grouped products in bf16 alone: those of other types are told here."""
 
-    original: Any = moe._grouped_mm
+    def change(own: Any) -> Any:
+        def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
+            known = weight.dtype == torch.bfloat16 or not isinstance(weight, FakeTensor)
+            return own(input, weight, offs) if known else _GroupedProduct.apply(input.to(weight.dtype), weight)
 
-    def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
-        supported = weight.dtype == torch.bfloat16 or not isinstance(weight, FakeTensor)
-        return original(input, weight, offs) if supported else _GroupedProduct.apply(input.to(weight.dtype), weight)
+        return grouped
 
-    moe._grouped_mm = grouped
-    try:
-        yield
-    finally:
-        moe._grouped_mm = original
+    return grouped_product_as(change)
 
 
 @contextmanager
 def gpu_kernels(device: str) -> Iterator[None]:
-    """Saves a mask of one byte per element in dropout, and none in attention, whose kernels redraw it."""
+    """Dropout keeps a mask of one byte per element, and none in attention, whose kernels draw it again."""
     if device != "cuda":
         yield
         return
-    attention = F.scaled_dot_product_attention
-    dropout = F.dropout
+    attention, dropout = F.scaled_dot_product_attention, F.dropout
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **others: Any) -> Any:
         if dropout_p > 0 and attn_mask is not None and attn_mask.requires_grad:  # no kernel takes a learned bias
-            return _unfused_attention(query, key, value, attn_mask, dropout_p, **others)
+            return _in_steps(query, key, value, attn_mask, dropout_p, **others)
         return attention(query, key, value, attn_mask, 0.0, **others)
 
     def drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -64,20 +58,18 @@ def gpu_kernels(device: str) -> Iterator[None]:
             return dropout(input, p, training, inplace)
         return torch.native_dropout(input, p, True)[0]
 
-    F.scaled_dot_product_attention = attend  # type: ignore[assignment]
-    F.dropout = drop
+    F.scaled_dot_product_attention, F.dropout = attend, drop  # type: ignore[assignment]
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = attention
-        F.dropout = dropout
+        F.scaled_dot_product_attention, F.dropout = attention, dropout
 
 
-def _unfused_attention(
+def _in_steps(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, dropout: float,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention as a GPU runs it without a fused kernel: in fp32, with all scores and a one-byte mask each saved."""
+    """Attention as a GPU does it without a kernel: in fp32, every score kept, and a mask of one byte for each."""
     assert not is_causal and not enable_gqa
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query.float() * root) @ (key.float() * root).transpose(-2, -1)

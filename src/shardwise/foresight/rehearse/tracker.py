@@ -1,10 +1,10 @@
-"""Tracks a step operator by operator: memory allocated and freed, FLOPs, traffic, and every collective.
+"""What a step does, operator by operator: memory as it comes and goes, arithmetic, traffic, and every collective.
 
-The tracker follows storages, not tensors: views cost nothing, and what autograd saves is alive because it is
-referenced. It works on fake and on real tensors, so that a rehearsal and a run on CPUs are measured by the same rule.
+The tracker follows storages, not tensors: views cost nothing, and what autograd keeps is alive because it keeps it. It
+works on fake tensors and on real ones alike, so that a rehearsal and a run on CPUs are measured by the same rule.
 
-Workspaces inside operators are not seen. FSDP frees and refills its buffers by resizing their storages, which is not an
-operator: `UntypedStorage.resize_` is patched while a tracker is active.
+Operators' inner workspaces are not seen. FSDP frees and fills its buffers by resizing their storages, which is no
+operator: `UntypedStorage.resize_` is followed while a tracker is active.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_KERNEL = ("_unsafe_view", "empty_like", "new_empty", "empty")  # no views by 
 
 @dataclass
 class MemoryBlock:
-    """A block of memory: its size, when it was allocated and freed, and by which operator."""
+    """A piece of memory: how large, when it came (and went), and what it was made by."""
 
     size: int
     phase: str
@@ -55,7 +55,7 @@ class MemoryBlock:
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """FLOPs and traffic of one operator, for the time model."""
+    """What one operator did: for a model of its time."""
 
     phase: str
     operator: str
@@ -67,7 +67,7 @@ class OperatorWork:
 
 @dataclass
 class StepTracker(TorchDispatchMode):
-    """Dispatch mode that records everything while it is active; `phase` is set by the caller."""
+    """Follows everything that happens while it is active; `phase` is what the caller says is going on."""
 
     model: nn.Module | None = None
     phase: str = "load"
@@ -95,21 +95,21 @@ class StepTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keeps compiled blocks compiled under this mode."""
+        """Compiled blocks stay compiled under it."""
         return True
 
     def begin(self, phase: str) -> None:
-        """Starts a phase of the step."""
+        """From here on."""
         self.phase = phase
         self.marks.append((self.time, phase))
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Activates the tracker, with FSDP's storage resizing and module forwards hooked."""
+        """Active, with FSDP's resizing and the modules' forwards in view."""
         resize = torch.UntypedStorage.resize_
         tracker = self
 
-        def tracked_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        def followed(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             tracker._resized(storage)
             return result
@@ -118,7 +118,7 @@ class StepTracker(TorchDispatchMode):
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
-        torch.UntypedStorage.resize_ = tracked_resize  # type: ignore[assignment, method-assign]
+        torch.UntypedStorage.resize_ = followed  # type: ignore[assignment, method-assign]
         try:
             with self:
                 yield
@@ -130,19 +130,18 @@ class StepTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what it comes down to, rank by rank, is seen in its turn
-        kwargs = kwargs or {}
-        recalled_saved = False
+        kwargs, there = kwargs or {}, False
         if func is LONG and isinstance(args[0], FakeTensor):  # of real ones the operator itself keeps what is to be
-            result, recalled_saved = recalled(lambda: func(*args, **kwargs), watched=self)
+            result, there = recalled(lambda: func(*args, **kwargs), watched=self)
         else:
             result = func(*args, **kwargs)
-        collective = collective_of(func, args, result)
-        name = func._schema.name.partition("::")[2]
+        found = collective_of(func, args, result)
+        name = schema_of(func).name.partition("::")[2]
         phase, module = self.place()
-        if collective is not None:
-            self.collectives.append((phase, module, collective))
+        if found is not None:
+            self.collectives.append((phase, module, found))
             if self.passes and phase != "update":
-                self.passes[-1][sent(phase, collective)] += 1
+                self.passes[-1][sent(phase, found)] += 1
             for tensor in _tensors((args, kwargs)):
                 self._label(tensor, "communication")
         elif schema_of(func).name.startswith("fsdp::"):
@@ -150,41 +149,39 @@ class StepTracker(TorchDispatchMode):
                 self._label(tensor, "gathered" if "split" in name else "communication")
         for tensor in _tensors(result):
             self._see(tensor, phase, module, name)
-            if collective is not None:
+            if found is not None:
                 self._label(tensor, "communication")
-        if not recalled_saved and (workspace := workspace_of(func, args)):
+        if not there and (inner := workspace_of(func, args)):
             block = MemoryBlock(0, phase, module, name, self.time, "temporary")
             self.blocks.append(block)
-            self._fill(block, workspace)
+            self._fill(block, inner)
             self._free(block)
-        no_kernel = func.is_view or name in NO_KERNEL
-        self.calls["view" if no_kernel else "operator"] += 1
-        if collective is None and not no_kernel and not recalled_saved:
+        light = func.is_view or name in NO_KERNEL
+        self.calls["view" if light else "operator"] += 1
+        if found is None and not light and not there:
             self._count(func, args, kwargs, result, phase, name)
         return result
 
     def place(self) -> tuple[str, str]:
-        """Returns the current phase and module; recomputation counts as backward."""
-        backward = torch._C._current_graph_task_id() != -1
-        phase = "forward" if self.phase == "step" else self.phase
-        if backward:
-            phase = "backward"
+        """The phase and the module in which something happens; recomputation counts as backward."""
+        backward = in_backward()
+        phase = "backward" if backward else "forward" if self.phase == "step" else self.phase
         return phase, self._stack[-1] if self._stack else ""
 
     def hold(self, tensors: Any, category: str) -> None:
-        """Registers tensors that exist already under a category."""
+        """Says what tensors are that are there already."""
         for tensor in _tensors(tensors):
             self._see(tensor, self.phase, "", "held")
             self._label(tensor, category)
 
     def _see(self, tensor: torch.Tensor, phase: str, module: str, name: str) -> None:
         storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata)
-        if entry is not None and entry[1]() is storage:
+        known = self._live.get(storage_key(storage))
+        if known is not None and known[1]() is storage:
             if not is_host(tensor):
                 return
-            self._free(entry[0])  # seen as it was made, before it was said to be the host's
-            del self._live[storage._cdata]
+            self._free(known[0])  # seen as it was made, before it was said to be the host's
+            del self._live[storage_key(storage)]
         if not is_host(tensor):
             self._add(storage, phase, module, name)
         elif phase == "forward" and name not in ("held", *NO_KERNEL) and storage not in self._hosted:
@@ -195,26 +192,26 @@ class StepTracker(TorchDispatchMode):
         key = storage_key(storage)
         block = MemoryBlock(0, phase, module, name, self.time, category)
 
-        def on_freed(_: Any) -> None:
-            if (entry := self._live.get(key)) is not None and entry[0] is block:
+        def gone(_: Any) -> None:
+            if (known := self._live.get(key)) is not None and known[0] is block:
                 del self._live[key]
             self._free(block)
 
-        self._live[key] = block, weakref.ref(storage, on_freed)
+        self._live[key] = block, weakref.ref(storage, gone)
         self.blocks.append(block)
         self._fill(block, _rounded(storage.nbytes()))
 
     def _label(self, tensor: torch.Tensor, category: str) -> None:
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        if entry is not None and not entry[0].category:
-            entry[0].category = category
+        known = self._live.get(storage_key(tensor.untyped_storage()))
+        if known is not None and not known[0].category:
+            known[0].category = category
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage that is refilled counts as a new block."""
-        entry = self._live.get(storage._cdata)
-        if entry is None or entry[0].size * (entry[0].died is None) == _rounded(storage.nbytes()):
+        """A storage that is filled again counts as a new block."""
+        known = self._live.get(storage_key(storage))
+        if known is None or known[0].size * (known[0].died is None) == _rounded(storage.nbytes()):
             return
-        block = entry[0]
+        block = known[0]
         self._free(block)
         self._add(storage, *self.place(), block.operator, block.category)
 
@@ -223,8 +220,7 @@ class StepTracker(TorchDispatchMode):
         block.size = size
         self.now += size
         if self.now > self.peak:
-            self.peak = self.now
-            self.peak_time = self.time
+            self.peak, self.peak_time = self.now, self.time
 
     def _free(self, block: MemoryBlock) -> None:
         if block.died is None:
@@ -233,32 +229,31 @@ class StepTracker(TorchDispatchMode):
             self.now -= block.size
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str, name: str) -> None:
-        inputs = _tensors((args, kwargs))
-        outputs = _tensors(result)
-        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        written = {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}
         if written:
-            arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            outputs = _tensors([arguments.get(name) for name in written])
-        if not outputs or not inputs:
+            named = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
+            made = _tensors([named.get(name) for name in written])
+        if not made or not given:
             return
-        size = _bytes(inputs) + _bytes(outputs) + 2 * workspace_of(func, args)
+        size = _bytes(given) + _bytes(made) + 2 * workspace_of(func, args)
         flops = flops_of(func, args, kwargs, result)
         shape: tuple[int, ...] = ()
-        kind = inputs[-1].dtype if name == "add_product" else outputs[0].dtype  # the sum is in fp32, the product is not
+        kind = given[-1].dtype if name == "add_product" else made[0].dtype  # the sum is in fp32, the product is not
         if flops and name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "add_product"):
-            matrices = [t for t in inputs if t.ndim >= 2]
+            matrices = [t for t in given if t.ndim >= 2]
             left, right = matrices[:2] if name == "_scaled_mm" else matrices[-2:]
             shape = (left.numel() // left.shape[-1], left.shape[-1], right.shape[-1])
-        elif flops and name in GROUPED and len(inputs) > 1:
-            groups = inputs[1].shape[0] if inputs[1].ndim == 3 else max(1, inputs[-1].numel())
-            shape = (inputs[0].numel() // inputs[0].shape[-1] // groups, inputs[0].shape[-1], inputs[1].shape[-1])
+        elif flops and name in GROUPED and len(given) > 1:
+            groups = given[1].shape[0] if given[1].ndim == 3 else max(1, given[-1].numel())
+            shape = (given[0].numel() // given[0].shape[-1] // groups, given[0].shape[-1], given[1].shape[-1])
         elif flops and ("attn" in name or "attention" in name):
-            arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            shape = (arguments["query"].shape[-2], arguments["key"].shape[-2], arguments["query"].shape[-1])
-        work = OperatorWork(phase, name, flops, size, str(kind).removeprefix("torch."), shape)
-        self.work[work] += 1
+            named = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
+            shape = (named["query"].shape[-2], named["key"].shape[-2], named["query"].shape[-1])
+        done = OperatorWork(phase, name, flops, size, str(kind).removeprefix("torch."), shape)
+        self.work[done] += 1
         if self.passes and phase != "update":
-            self.passes[-1][work] += 1
+            self.passes[-1][done] += 1
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.calls["module"] += 1
@@ -280,25 +275,25 @@ class StepTracker(TorchDispatchMode):
             self._when_graded(output, "backward", number)
 
     def _when_graded(self, tree: Any, kind: str, number: int) -> None:
-        """Records when backward reaches a tensor: the operator that made it is next."""
+        """Backward has come to a tensor: what made it is next."""
         tensor = next((t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         if tensor is not None:
             tensor.register_hook(lambda _: self.borders.append((self.time, kind, number)))
 
 
-def sent(phase: str, collective: Collective) -> tuple[str, str, tuple[int, ...], int]:
-    """Returns the key under which equal collectives are counted: phase, kind, ranks, bytes."""
-    return phase, collective.kind, collective.ranks, collective.bytes
+def sent(phase: str, one: Collective) -> tuple[str, str, tuple[int, ...], int]:
+    """What makes a collective like another: phase, kind, ranks, bytes."""
+    return phase, one.kind, one.ranks, one.bytes
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    tensors = []
+    found = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, DTensor):
             leaf = local_tensor(leaf)
         if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-    return tensors
+            found.append(leaf)
+    return found
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

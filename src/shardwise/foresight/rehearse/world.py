@@ -1,4 +1,4 @@
-"""A fake world: process groups of any size in one process, whose collectives return at once."""
+"""A rank of a world that is not there: process groups of any size in one process, whose collectives return at once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.distributed.mesh import World, join_world, layout_of
 
 @contextmanager
 def fake_world(run: Run, rank: int, ranks: int) -> Iterator[World]:
-    """Makes this process one rank of many inside the block; every collective leaves its buffers unchanged."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    """This process as one rank of many, until the end of the block; every collective leaves its buffers as they are."""
+    from shardwise.core.compat.torch_private import FakeStore
 
     assert not dist.is_initialized(), "a rehearsal needs a process without groups of its own"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    saved = {name: os.environ.get(name) for name in names}
+    before = {name: os.environ.get(name) for name in names}
     os.environ.update(zip(names, map(str, (rank, ranks, 0, 1)), strict=True))
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -27,7 +27,7 @@ def fake_world(run: Run, rank: int, ranks: int) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        for name, value in saved.items():
+        for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value

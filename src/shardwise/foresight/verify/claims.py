@@ -72,10 +72,10 @@ def small_world(run: Run) -> ClaimWorld:
     inner = parallel.tensor * parallel.context * parallel.pipeline
     shards_data = run.ranks == "auto" or int(run.ranks) > inner
     data, replicas = (2, 1) if shards_data else (1, 1)
-    if parallel.shard is not None and parallel.zero and run.ranks != parallel.shard:
+    if parallel.dp_shard_size is not None and parallel.zero and run.ranks != parallel.dp_shard_size:
         data = 4 // math.gcd(4, axes.get("context", 1))
         replicas = 2
-    if parallel.secondary_shard is not None:
+    if parallel.hpz_size is not None:
         data = 4 * replicas
     while (axes.get("tensor", 1) * axes.get("context", 1) * data) % axes.get("expert", 1):
         data += 1
@@ -147,8 +147,8 @@ def _add_local(run: Run, claims: list[Claim], plain: dict[str, Any], half: Bound
         claims.append(Claim("recompute", compared, settings, bounds=half, rests_on=(base,)))
     if run.compiled:
         claims.append(Claim("compile", "blocks compiled", plain | {"compile": True}, bounds=half, rests_on=(base,)))
-    if run.train.in_backward:
-        settings = plain | {"train.in_backward": True}
+    if run.train.optimizer_in_backward:
+        settings = plain | {"train.optimizer_in_backward": True}
         claims.append(Claim("updates in backward", "each parameter when its gradient is known", settings,
                             bounds=half, rests_on=(base,)))  # fmt: skip
 
@@ -174,12 +174,12 @@ def _add_sharding(run: Run, claims: list[Claim], world: ClaimWorld, micro: int, 
         if world.replicas > 1:
             claims.append(Claim(
                 f"{_stage(run)} hybrid on 2 × 2 ranks", "divided over 2 ranks, 2 copies",
-                on_four | {"parallel.shard": 2}, 4, bounds=half, rests_on=(base,),
+                on_four | {"parallel.dp_shard_size": 2}, 4, bounds=half, rests_on=(base,),
             ))  # fmt: skip
         if parallel.hpz_size is not None:
             claims.append(Claim(
                 "ZeRO++ hpZ on 4 ranks", "a second copy of the parameters over 2 ranks",
-                on_four | {"parallel.secondary_shard": 2}, 4, bounds=half, rests_on=(base,),
+                on_four | {"parallel.hpz_size": 2}, 4, bounds=half, rests_on=(base,),
             ))  # fmt: skip
         if parallel.quantize_weights:
             claims.append(Claim(
@@ -228,7 +228,10 @@ def _recompute_settings(run: Run) -> dict[str, Any]:
 def _axis_settings(parallel: Parallel, axes: dict[str, int]) -> dict[str, Any]:
     settings: dict[str, Any] = {f"parallel.{name}": size for name, size in axes.items()}
     if "pipeline" in axes:
-        settings |= {"parallel.schedule": parallel.schedule, "parallel.chunks": parallel.chunks and 2}
+        settings |= {
+            "parallel.pipeline_schedule": parallel.pipeline_schedule,
+            "parallel.virtual_stages": parallel.virtual_stages and 2,
+        }
     if "context" in axes:
         settings |= {"parallel.context_kind": parallel.context_kind}
     return settings
@@ -244,7 +247,7 @@ def _add_axes(run: Run, claims: list[Claim], world: ClaimWorld, micro: int, half
         settings = {"ranks": size, "parallel.zero": 0, "train.micro_batch_size": micro}
         settings |= _axis_settings(run.parallel, {name: size})
         kind = f" ({run.parallel.context_kind})" if name == "context" else ""
-        kind = f" ({run.parallel.schedule})" if name == "pipeline" else kind
+        kind = f" ({run.parallel.pipeline_schedule})" if name == "pipeline" else kind
         compared = templates[name].format(size)
         claims.append(Claim(f"{name} {size}{kind}", compared, settings, size, bounds=half, rests_on=(base,)))
 

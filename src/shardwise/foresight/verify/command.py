@@ -129,7 +129,7 @@ def _verify(
 def _check_run(run: Run) -> int:
     """Rejects what `shardwise train` would reject, whatever this machine has; returns the number of ranks."""
     parallel = run.parallel
-    shard_ranks = parallel.tensor * math.lcm(parallel.context, parallel.shard or 1, parallel.secondary_shard or 1)
+    shard_ranks = parallel.tensor * math.lcm(parallel.context, parallel.dp_shard_size or 1, parallel.hpz_size or 1)
     total = parallel.pipeline * math.lcm(shard_ranks, parallel.expert) if run.ranks == "auto" else int(run.ranks)
     with unlaunched():
         resolve_machine(run.model_copy(update={"ranks": total, "device": "cpu", "backend": "gloo"}))

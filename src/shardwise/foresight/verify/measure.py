@@ -53,7 +53,7 @@ def measure(work: dict[str, Any]) -> dict[str, Any]:
     return {"difference": asdict(difference), "names": names, "notes": notes}
 
 
-def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[ParityDifference, list[str]]:
+def _compare(state: TrainState, reference: Reference, bounds: Bounds) -> tuple[ParityDifference, list[str]]:
     figures = reference.figures
     trained_names = set(reference.names)
     loss = 0.0
@@ -66,10 +66,10 @@ def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[P
     update = -1.0
     names: list[str] = []
     for step in range(STEPS):
-        step_loss = _forward_and_backward(parts, step)
+        step_loss = _forward_and_backward(state, step)
         if step == 0:
             loss = abs(step_loss - figures["loss"])
-            for name, actual in gradients_of(parts):
+            for name, actual in gradients_of(state):
                 names.append(name)
                 # One that the reference does not train must not be there; it trains all that ours does.
                 expected = reference.gradient(name) if name in trained_names else None
@@ -82,17 +82,17 @@ def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[P
                     gradient = difference
         elif "after" in figures:
             after = abs(step_loss - figures["after"])
-        total = float(parts.update())
+        total = float(state.update())
         if step == 0:
             norm = relative(total, figures["norm"])
             if bounds.update is not None:
-                for name, difference in _bias_differences(parts, reference):
+                for name, difference in _bias_differences(state, reference):
                     if not difference <= update:
                         worst_update = name
                         update = difference
             if bounds.update is not None and "after" in figures:
-                rate = parts.job.run.train.learning_rate
-                for name, actual in parameters_of(parts):
+                rate = state.job.run.train.learning_rate
+                for name, actual in parameters_of(state):
                     if name in trained_names:
                         expected = reference.parameter(name)
                         reference_gradient = reference.gradient(name)
@@ -100,7 +100,7 @@ def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[P
                         if not difference <= update:
                             worst_update = name
                             update = difference
-    names = names or list(parts.sharded.parameters)
+    names = names or list(state.sharded.parameters)
     compared = gradient >= 0
     return ParityDifference(
         _finite(loss), _finite(norm), gradient if compared else None, worst_gradient,
@@ -108,10 +108,10 @@ def _compare(parts: TrainState, reference: Reference, bounds: Bounds) -> tuple[P
     ), names  # fmt: skip
 
 
-def _bias_differences(parts: TrainState, reference: Reference) -> Iterator[tuple[str, float]]:
+def _bias_differences(state: TrainState, reference: Reference) -> Iterator[tuple[str, float]]:
     """Difference of each router bias on this rank, as a share of one step's update."""
-    buffers = dict(parts.sharded.model.named_buffers())
-    rate = parts.job.run.router.bias_update
+    buffers = dict(state.sharded.model.named_buffers())
+    rate = state.job.run.router.bias_update
     for name in reference.figures.get("biases", ()):
         if name in buffers:
             difference = float((buffers[name].float().cpu() - reference.parameter(name)).abs().max())
@@ -122,26 +122,26 @@ def _finite(value: float) -> float:
     return value if value == value else float("inf")
 
 
-def _own_answer(parts: TrainState, file: Path) -> dict[str, Any]:
+def _own_answer(state: TrainState, file: Path) -> dict[str, Any]:
     """Where there is no plain counterpart: one unsharded rank of ours, as the reference of the others."""
-    assert parts.world.size == 1
-    figures: dict[str, Any] = {"loss": _forward_and_backward(parts, 0)}
-    gradients = {n: torch.zeros(p.shape) for n, p in parts.sharded.parameters.items()}
-    gradients |= {n: g.clone() for n, g in gradients_of(parts) if g is not None}
-    figures |= {"norm": float(parts.update())}
-    parameters = {n: p.clone() for n, p in parameters_of(parts)}
-    if (routing := parts.spread.routing) is not None and routing.bias is not None:
+    assert state.world.size == 1
+    figures: dict[str, Any] = {"loss": _forward_and_backward(state, 0)}
+    gradients = {n: torch.zeros(p.shape) for n, p in state.sharded.parameters.items()}
+    gradients |= {n: g.clone() for n, g in gradients_of(state) if g is not None}
+    figures |= {"norm": float(state.update())}
+    parameters = {n: p.clone() for n, p in parameters_of(state)}
+    if (routing := state.context.routing) is not None and routing.bias is not None:
         figures["biases"] = list(routing.bias.biases)
         parameters |= {n: bias.tensor.clone() for n, bias in routing.bias.biases.items()}
-    figures |= {"after": _forward_and_backward(parts, 1)}
+    figures |= {"after": _forward_and_backward(state, 1)}
     write_reference(file, gradients, parameters, figures)
     return figures
 
 
-def _forward_and_backward(parts: TrainState, step: int) -> float:
+def _forward_and_backward(state: TrainState, step: int) -> float:
     """Runs the same batch every step, as the loop does; returns the loss per unit over all ranks."""
-    run = parts.job.run
-    world = parts.world
+    run = state.job.run
+    world = state.world
     total = run.train.steps
     assert total is not None
     loop.seed_step(run.train.seed, step, world.rank // world.layout.tensor)
@@ -157,27 +157,27 @@ def _forward_and_backward(parts: TrainState, step: int) -> float:
     return float(loss) / max(1, batch.supervised)
 
 
-def gradients_of(parts: TrainState) -> Iterator[tuple[str, torch.Tensor | None]]:
+def gradients_of(state: TrainState) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yields full gradients without the loss scale; nothing if they are consumed in backward."""
-    optimizer = parts.optimizer
+    optimizer = state.optimizer
     offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
     if state.update.eager or (offloaded is not None and not offloaded.gradients()):
         return
-    scale = parts.scaler.get_scale() if parts.scaler.is_enabled() else 1.0
-    for name, parameter in parts.sharded.parameters.items():
+    scale = state.scaler.get_scale() if state.scaler.is_enabled() else 1.0
+    for name, parameter in state.sharded.parameters.items():
         gradient = parameter.grad if offloaded is None else offloaded.gradient(parameter)
         full_gradient = None if gradient is None else _full(gradient)
         yield name, None if full_gradient is None else full_gradient / scale
 
 
-def parameters_of(parts: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+def parameters_of(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields full trained parameters, wherever they are stored."""
-    optimizer = parts.optimizer
+    optimizer = state.optimizer
     offloaded = {}
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer.finish()
         offloaded = masters(optimizer)
-    for name, parameter in parts.sharded.parameters.items():
+    for name, parameter in state.sharded.parameters.items():
         if name not in offloaded:
             yield name, _full(parameter.detach())
             continue
@@ -187,7 +187,7 @@ def parameters_of(parts: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
             placements = parameter.placements
             shape = parameter.shape
             stride = parameter.stride()
-            local = local.to(parts.world.device)
+            local = local.to(state.world.device)
             yield name, DTensor.from_local(local, mesh, placements, shape=shape, stride=stride).full_tensor()
         else:
             yield name, local

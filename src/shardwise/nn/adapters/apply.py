@@ -62,7 +62,7 @@ def apply_method(model: Any, run: Run, weights: Path | None = None) -> Adapted:
         shapes = {name: features(model.get_submodule(name)) for name in plan.targets}
         if isinstance(method, Qlora):
             fully_trained = plan.fully_trained
-            quantize_linears(model, lambda name, _: not inside(name, fully_trained), method.bits, method.double)
+            quantize_linears(model, lambda name, _: not inside(name, fully_trained), method.bits, method.double_quant)
         model.requires_grad_(False)
         attach(model, plan, shapes)
         for name in plan.fully_trained:

@@ -259,7 +259,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
     )
     if trained_base is not None:
         problem = f"{trained_base} is trained whole, so the base is no longer there to be asked"
-        raise UserError("method.also", trained_base, problem, "leave it out where the base is the reference")
+        raise UserError("method.modules_to_save", trained_base, problem, "leave it out where the base is the reference")
     for layer in layers:
         layer.adapter_off = True
     try:

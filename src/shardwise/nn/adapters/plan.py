@@ -52,10 +52,10 @@ def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()
     """Returns the plan of the settings on this model; `head` names new modules, which are always trained in full."""
     if method.adapter is not None:
         return _continued(model, method, head)
-    also = find_modules(model, method.also, "method.also") if method.also else []
+    also = find_modules(model, method.modules_to_save, "method.modules_to_save") if method.modules_to_save else []
     fully_trained = with_tied(model, [*head, *also])
     if isinstance(method, Ia3):
-        chosen = ia3_targets(model, method.targets, method.feedforward)
+        chosen = ia3_targets(model, method.target_modules, method.feedforward_modules)
         return AdapterPlan(
             "ia3",
             feedforward={n: ff for n, ff in chosen.items() if not inside(n, fully_trained)},
@@ -74,8 +74,8 @@ def plan_method(model: nn.Module, method: Lora | Ia3, head: tuple[str, ...] = ()
 
 
 def _lora_targets(model: nn.Module, method: Lora) -> list[str]:
-    if method.targets != "linear":
-        return find_targets(model, method.targets, "method.targets")
+    if method.target_modules != "linear":
+        return find_targets(model, method.target_modules, "method.target_modules")
     if layers := list(linear_modules(model)):
         return layers
     problem = "this model has no linear layers besides its head"
@@ -84,7 +84,9 @@ def _lora_targets(model: nn.Module, method: Lora) -> list[str]:
 
 def _rank(method: Lora, name: str) -> int:
     """The last matching pattern decides, so that exceptions follow rules."""
-    return next((rank for pattern, rank in reversed(method.ranks.items()) if matches(name, pattern)), method.rank)
+    return next(
+        (rank for pattern, rank in reversed(method.rank_pattern.items()) if matches(name, pattern)), method.rank
+    )
 
 
 def plan_folder(model: nn.Module, folder: Path, field: str = "adapter") -> tuple[AdapterPlan, PeftAdapter]:
@@ -135,14 +137,14 @@ def _differences(requested: AdapterPlan, plan: AdapterPlan, adapter: PeftAdapter
     ranks = {n: r for n, r in requested.ranks.items() if n in plan.ranks}
     alphas = {n: a for n, a in requested.alphas.items() if n in plan.alphas}
     return [
-        ("targets", set(requested.targets), set(plan.targets)),
-        ("feedforward", requested.feedforward, plan.feedforward),
+        ("target_modules", set(requested.targets), set(plan.targets)),
+        ("feedforward_modules", requested.feedforward, plan.feedforward),
         ("rank", ranks, {n: plan.ranks[n] for n in ranks}),
         ("rank_pattern", ranks, {n: plan.ranks[n] for n in ranks}),
         ("alpha", alphas, {n: plan.alphas[n] for n in alphas}),
         ("rslora", requested.rslora, plan.rslora),
         ("dora", requested.dora, plan.dora),
-        ("also", set(requested.fully_trained), set(plan.fully_trained)),
+        ("modules_to_save", set(requested.fully_trained), set(plan.fully_trained)),
     ]
 
 

@@ -65,9 +65,7 @@ class QuantizedExperts(nn.Module):
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is a stack of experts whose implementation can be chosen."""
-    configurable = hasattr(module, "is_transposed") and hasattr(
-        getattr(module, "config", None), "_experts_implementation"
-    )
+    configurable = hasattr(module, "is_transposed") and is_config(getattr(module, "config", None))
     return configurable and any(p.ndim == 3 for p in module.parameters(recurse=False))
 
 
@@ -79,6 +77,6 @@ def quantize_experts(module: Any, bits: Bits, double: bool) -> None:
             packing = WeightPacking(parameter.shape, RowFormat(parameter.shape[-1], bits, double))
             setattr(module, name, packed_parameter(parameter, packing))
             module.packings[name] = packing
-    module.config._experts_implementation = "eager"
+    set_experts_of(module.config, "eager")
     base_class = type(module)
     module.__class__ = type(f"Quantized{base_class.__name__}", (QuantizedExperts, base_class), {})

@@ -1,12 +1,13 @@
-"""Causal attention over very long sequences, a few key heads at a time.
+"""Causal attention over very long sequences, a few heads of keys at a time.
 
-Attention kernels take workspace in backward, four times the size of the queries in cuDNN's (gradients in fp32, those of
-keys and values for every query head): at a million tokens of an 8B model 36 GB. A few key heads at a time, with their
-query heads, it is their share of that; sequences this long keep a GPU busy with few heads as with many.
+Kernels for attention take room of their own in backward, four times the size of the queries in cuDNN's (gradients in
+fp32, those of keys and values for every head of queries): at a million tokens of an 8B model 36 GB. A few heads of keys
+at a time, with the heads of queries that look at them, it is their share of that; sequences as long as this keep a GPU
+busy with few heads as with many.
 
-When a block is recomputed, the output of its attention may have been saved (parallel/activations/saved_attention.py):
-within `remembering` the operator looks there before it computes. An operator is opaque to the compiler, so this holds
-in compiled blocks too.
+Whoever computes a block again may have kept what its attention made (parallel/activations/saved_attention.py): within
+`remembering` the operator asks there before it computes. An operator is opaque to the compiler, so this holds in
+compiled blocks too.
 """
 
 from __future__ import annotations
@@ -36,44 +37,44 @@ Made = tuple[torch.Tensor, torch.Tensor]
 
 
 class Memory(Protocol):
-    """Stores the attention outputs of one block, in the order of its calls."""
+    """What becomes of the outputs of one block's attention, in the order of its calls."""
 
     def recall(self) -> Made | None:
-        """Returns what the call computed first, if that was saved; owned by the caller."""
+        """What the call made when it was computed first, if that was kept; the caller's own."""
 
     def keep(self, made: Made) -> None:
-        """Saves a copy, if wanted."""
+        """Takes a copy, if it wants one."""
 
 
 @contextmanager
 def remembering(memory: Memory) -> Iterator[None]:
-    """Makes this thread's attention look in `memory` first, inside the block."""
-    previous = getattr(_thread, "memory", None)
+    """Within it, this thread's attention is asked for there first."""
+    before = getattr(_thread, "memory", None)
     _thread.memory = memory
     try:
         yield
     finally:
-        _thread.memory = previous
+        _thread.memory = before
 
 
 def recalled(compute: Callable[[], Made], watched: AbstractContextManager[Any] | None = None) -> tuple[Made, bool]:
-    """Returns attention's output, and whether it was saved already; `watched` wraps what the memory does."""
+    """What attention makes, and whether it was there already; `watched` is around what the memory does."""
     memory: Memory | None = getattr(_thread, "memory", None)
     watched = watched or nullcontext()
     if memory is None:
         return compute(), False
     with watched:
-        saved = memory.recall()
-    if saved is not None:
-        return saved, True
-    output = compute()
+        found = memory.recall()
+    if found is not None:
+        return found, True
+    made = compute()
     with watched:
-        memory.keep(output)
-    return output, False
+        memory.keep(made)
+    return made, False
 
 
 def is_long(query: torch.Tensor) -> bool:
-    """Whether the queries are so large that their heads are better processed a few at a time."""
+    """Whether queries are so many that their heads are better taken a few at a time."""
     return query.numel() * query.element_size() >= LONG
 
 
@@ -85,15 +86,14 @@ def attend_long(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 
 
 def heads_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Returns the number of key heads to process at a time."""
-    bytes_per_head = query.numel() * query.element_size() // key.shape[1]
-    return max(1, min(key.shape[1], AT_A_TIME // bytes_per_head))
+    """Of keys."""
+    each = query.numel() * query.element_size() // key.shape[1]
+    return max(1, min(key.shape[1], AT_A_TIME // each))
 
 
 def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Query heads and key heads that go together."""
-    step = heads_at_a_time(query, key)
-    ratio = query.shape[1] // key.shape[1]
+    """Heads of queries and of keys that go together."""
+    step, ratio = heads_at_a_time(query, key), query.shape[1] // key.shape[1]
     for start in range(0, key.shape[1], step):
         stop = min(start + step, key.shape[1])
         yield slice(start * ratio, stop * ratio), slice(start, stop)
@@ -103,25 +103,25 @@ def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[slice, slic
 def long_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output, laid out by tokens, and the log-sum-exp of the scores."""
+    """The output, laid out by tokens, and the logarithms of the sums that softmax divides by."""
     return recalled(lambda: _attend(query, key, value, scale, is_causal))[0]
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool) -> Made:
     (out, sums), kernel = _empty(query, value), _kernel(query)
     for of_queries, of_keys in _parts(query, key):
-        q, k, v = _contiguous(query[:, of_queries], key[:, of_keys], value[:, of_keys])
+        q, k, v = _own(query[:, of_queries], key[:, of_keys], value[:, of_keys])
         if kernel == "cudnn":
-            result = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+            found = cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
         else:
             k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-            result = (
-                _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+            found = (
+                flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
                 if kernel == "flash"
                 else cpu_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
             )
-        out[:, of_queries] = result[0]
-        sums[:, of_queries] = result[1].view(sums[:, of_queries].shape)
+        out[:, of_queries] = found[0]
+        sums[:, of_queries] = found[1].view(sums[:, of_queries].shape)
     return out, sums
 
 
@@ -141,15 +141,14 @@ def long_attention_backward(
     scale: float,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of queries, keys and values."""
-    grads = (_by_tokens(query), _by_tokens(key), _by_tokens(value))
-    kernel = _kernel(query)
+    """Gradients of queries, keys and values."""
+    grads, kernel = (_by_tokens(query), _by_tokens(key), _by_tokens(value)), _kernel(query)
     for of_queries, of_keys in _parts(query, key):
-        q, k, v = _contiguous(query[:, of_queries], key[:, of_keys], value[:, of_keys])
-        o, grad, lse = _contiguous(out[:, of_queries], gradient[:, of_queries], sums[:, of_queries])
+        q, k, v = _own(query[:, of_queries], key[:, of_keys], value[:, of_keys])
+        o, grad, lse = _own(out[:, of_queries], gradient[:, of_queries], sums[:, of_queries])
         if kernel == "cudnn":
             seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is none
-            part_grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            found = cudnn_attention_backward(
                 grad, q, k, v, o, lse[..., None], seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal,
                 scale=scale,
             )  # fmt: skip
@@ -157,16 +156,14 @@ def long_attention_backward(
             k, v = (_repeated(x, q.shape[1]) for x in (k, v))
             if kernel == "flash":
                 seed = torch.zeros((), dtype=torch.int64, device=q.device)
-                part_grads = _aten._scaled_dot_product_flash_attention_backward(
+                found = flash_attention_backward(
                     grad, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, seed, scale=scale
                 )
             else:
-                part_grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad, q, k, v, o, lse, 0.0, is_causal, scale=scale
-                )
-        for full_grad, part, heads_slice in zip(grads, part_grads, (of_queries, of_keys, of_keys), strict=True):
-            heads = heads_slice.stop - heads_slice.start
-            full_grad[:, heads_slice] = part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2)
+                found = cpu_flash_attention_backward(grad, q, k, v, o, lse, 0.0, is_causal, scale=scale)
+        for whole, part, place in zip(grads, found, (of_queries, of_keys, of_keys), strict=True):
+            heads = place.stop - place.start
+            whole[:, place] = part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2)
     return grads
 
 
@@ -189,8 +186,8 @@ def _grad(ctx, gradient, _):  # type: ignore[no-untyped-def]
 long_attention.register_autograd(_grad, setup_context=_save)
 
 
-def _contiguous(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Contiguous copies: kernels index within them in 32 bits, for which full sequences are too long."""
+def _own(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies that lie in one piece: kernels count within them in 32 bits, for which whole sequences are too long."""
     return tuple(part.contiguous() for part in parts)
 
 
@@ -201,9 +198,9 @@ def _kernel(query: torch.Tensor) -> str:
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeats key heads, one for every query head."""
-    rows, key_heads, width, size = x.shape
-    return x[:, :, None].expand(rows, key_heads, heads // key_heads, width, size).flatten(1, 2)
+    """Every head of queries has a head of keys of its own."""
+    rows, few, width, size = x.shape
+    return x[:, :, None].expand(rows, few, heads // few, width, size).flatten(1, 2)
 
 
 def _by_tokens(x: torch.Tensor) -> torch.Tensor:

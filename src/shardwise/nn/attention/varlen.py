@@ -75,7 +75,7 @@ def built_with(model_class: Any, config: Any, attention: str | None, **options: 
 def _configs(model: Any) -> dict[int, Any]:
     """The configs of a model's parts that name an attention."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    return {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
+    return {id(config): config for config in configs if is_config(config)}
 
 
 def set_attention(model: Any, name: str) -> None:
@@ -87,13 +87,13 @@ def set_attention(model: Any, name: str) -> None:
 @contextlib.contextmanager
 def attention_as(model: Any, name: str) -> Iterator[None]:
     """Sets the attention of every part of a model inside the block."""
-    previous = [(config, config._attn_implementation) for config in _configs(model).values()]
+    previous = [(config, attention_of(config)) for config in _configs(model).values()]
     set_attention(model, name)
     try:
         yield
     finally:
         for config, name_before in previous:
-            config._attn_implementation = name_before
+            set_attention_of(config, name_before)
 
 
 def install(model: Any) -> bool:

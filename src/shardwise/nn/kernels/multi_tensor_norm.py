@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Norm of many 16-bit tensors, accumulated in fp32 and always in the same order.
+"""Norms of many tensors of 16 bits, added up in fp32 and always in the same order.
 
 torch's `_foreach_norm` reads 8 billion bf16 gradients on an H200 in 6.8 ms; memory alone takes 3.4.
 """
@@ -21,20 +21,19 @@ BLOCK, STEPS, WARPS = 4096, 4, 8
 
 
 def norm_of_all(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the norm of all tensors together."""
-    others = [t for t in tensors if not _takes(t)]
-    parts = list(torch._foreach_norm(others, 2, torch.float32)) if others else []
+    """The norm of all tensors taken together."""
+    plain = [t for t in tensors if not _takes(t)]
+    parts = list(foreach_norm(plain, 2, torch.float32)) if plain else []
     squares = [torch.stack(parts).square()] if parts else []
     for kind in (torch.bfloat16, torch.float32):
-        if members := [t for t in tensors if _takes(t) and t.dtype == kind]:
-            squares.append(_sums(members, kind == torch.bfloat16))
+        if taken := [t for t in tensors if _takes(t) and t.dtype == kind]:
+            squares.append(_sums(taken, kind == torch.bfloat16))
     return torch.cat(squares).sum().sqrt()
 
 
 def _sums(tensors: list[torch.Tensor], half: bool) -> torch.Tensor:
-    """Sums of the squares of each part of each tensor."""
-    counts = tuple(t.numel() for t in tensors)
-    device = tensors[0].device
+    """Of the squares of each part of each tensor."""
+    counts, device = tuple(t.numel() for t in tensors), tensors[0].device
     where, (pointers, aligned) = places(counts, BLOCK * STEPS, device), addresses(tensors)
     sums = torch.empty(len(where), dtype=torch.float32, device=device)
     with torch.cuda.device(device):
@@ -45,8 +44,8 @@ def _sums(tensors: list[torch.Tensor], half: bool) -> torch.Tensor:
 
 
 def _takes(tensor: torch.Tensor) -> bool:
-    supported = tensor.dtype in (torch.bfloat16, torch.float32)
-    return tensor.is_cuda and triton is not None and supported and tensor.is_contiguous() and tensor.numel() > 0
+    known = tensor.dtype in (torch.bfloat16, torch.float32)
+    return tensor.is_cuda and triton is not None and known and tensor.is_contiguous() and tensor.numel() > 0
 
 
 if triton is not None:

@@ -62,7 +62,7 @@ def settle_attention(result: Resolution, source: ModelSource, say: Callable[[str
     If packed rows would differ from single documents, `data.packing: auto` resolves to false; if padded rows would, the
     micro-batch size becomes 1.
     """
-    implementation = getattr(source.config, "_attn_implementation", None)
+    implementation = attention_of(source.config)
     if implementation not in (None, "sdpa", "eager"):
         return source  # a kernel that the user chose
     run = result.run

@@ -76,7 +76,7 @@ def link(model: Any, stored: Collection[str] | None) -> TensorNames:
             converted.append(key)
     # As `save_pretrained` does: a prefix is put back only where the files had it.
     rules_used = [r for r in rules if (r.was_used() if stored is not None else not isinstance(r, PrefixChange))]
-    model._weight_conversions = rules_used
+    set_conversions(model, rules_used)
     names = TensorNames(model, same, tuple(converted), extra)
     names.parts.extend(_parts(model, same, rules_used, fresh=stored is None))
     return names

@@ -53,7 +53,7 @@ def grouped_experts(module: Any, rows: torch.Tensor, experts: torch.Tensor, weig
     if module.has_bias:
         bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         hidden = hidden + _Pick.apply(bias, ordered)
-    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    hidden = apply_gate(module, hidden) if module.has_gate else module.act_fn(hidden)
     mixing_weight = _Permute.apply(weights.reshape(-1), order, inverse)[:, None]
     out: Any = _Product.apply((hidden * mixing_weight).to(down_weight.dtype), down_weight, ends)
     if module.has_bias:
