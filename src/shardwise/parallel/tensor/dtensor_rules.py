@@ -9,7 +9,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from shardwise.core.compat.torch_private import TORCH, DTensorSpec, local_tensor, set_dtensor_handler, tree_iter, tree_map
+from shardwise.core.compat.torch_private import (
+    TORCH,
+    DTensorSpec,
+    local_tensor,
+    set_dtensor_handler,
+    tree_iter,
+    tree_map,
+)
 
 WHOLE = {  # by how many tensors they return
     "log_sigmoid_forward": 2, "log_sigmoid_backward": 1, "avg_pool2d": 1, "avg_pool2d_backward": 1,
