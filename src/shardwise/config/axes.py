@@ -57,7 +57,10 @@ def check_axes(run: Run, ranks: int) -> None:
         since = ".".join(map(str, ZBV_SINCE))
         problem = f"needs torch {since} or newer, and this is {version('torch')}"
         raise UserError(
-            "parallel.pipeline_schedule", "zbv", problem, "use schedule: interleaved or 1f1b, or install a newer torch"
+            "parallel.pipeline_schedule",
+            "zbv",
+            problem,
+            "use pipeline_schedule: interleaved or 1f1b, or install a newer torch",
         )
 
 
