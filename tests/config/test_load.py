@@ -514,3 +514,11 @@ def test_going_back_needs_somewhere_to_go(tmp_path: Path) -> None:
     file.write_text("model: m\ndata: {train: d.jsonl}\nguard: {nan: back}\ncheckpoint: {every: null}\n")
     with pytest.raises(UserError, match=r"(?s)^guard.nan = 'back': goes back to a checkpoint.*set checkpoint.every"):
         load_run(file)
+
+
+@pytest.mark.parametrize("name", ["weight", "epochs"])
+def test_settings_of_the_mixture_are_refused_for_eval_sources(tmp_path: Path, name: str) -> None:
+    """An evaluation reads each row once: they would do nothing."""
+    data = {"train": "rows.jsonl", "eval": [{"path": "held.jsonl", name: 2}]}
+    with pytest.raises(UserError, match=f"eval.0.{name}: has no effect"):
+        load_run({"model": "m", "data": data})

@@ -220,6 +220,15 @@ class Data(Section):
             raise Clash("refine.decontaminate", problem, "set data.eval to a path, or remove it")
         return self
 
+    @model_validator(mode="after")
+    def _check_eval_sources(self) -> Data:
+        for index, source in enumerate(self.eval_sources):
+            for name in ("weight", "epochs"):
+                if name in source.model_fields_set and getattr(source, name) is not None:
+                    problem = "has no effect: an evaluation reads every row of its sources once"
+                    raise Clash(f"eval.{index}.{name}", problem, "remove it")
+        return self
+
 
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(parse_number)]
 Some = Annotated[int, Field(ge=0), BeforeValidator(parse_number)]
