@@ -224,7 +224,7 @@ class Data(Section):
     def _check_eval_sources(self) -> Data:
         for index, source in enumerate(self.eval_sources):
             for name in ("weight", "epochs"):
-                if name in source.model_fields_set and getattr(source, name) is not None:
+                if getattr(source, name) != Source.model_fields[name].default:
                     problem = "has no effect: an evaluation reads every row of its sources once"
                     raise Clash(f"eval.{index}.{name}", problem, "remove it")
         return self

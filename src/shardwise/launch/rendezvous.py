@@ -6,8 +6,8 @@ reports, and drops those that have been silent for too long, by its own clock: c
 
 Torch's elastic agent and rendezvous are related. They are not used here because they restart after a user error like
 after any other failure, notice a lost host only when a collective times out (10 minutes, where a missed report takes
-seconds), and give ranks a fixed time to save when hosts change (30 s, or torch 2.13's --shutdown-timeout), whatever they
-have to save.
+seconds), and give ranks a fixed time to save when hosts change (30 s, or torch 2.13's --shutdown-timeout), whatever
+they have to save.
 
 No sockets and no clock in here: `rendezvous_link` delivers the reports, with the time.
 """
