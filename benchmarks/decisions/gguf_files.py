@@ -3,9 +3,9 @@
     git clone https://github.com/ggml-org/llama.cpp
     PYTHONPATH=src:tests python benchmarks/decisions/gguf_files.py llama.cpp/convert_hf_to_gguf.py OUT.json
 
-SmolLM2-135M-Instruct and tiny models of every family with random weights, each written in fp32 by both. Tiny models have
-a tokenizer that was trained on the spot, as a model from scratch does; llama.cpp's converter knows tokenizers by a hash and
-refuses it, so the table's tensors are compared with that one answer supplied ("gpt-2").
+SmolLM2-135M-Instruct and tiny models of every family with random weights, each written in fp32 by both. Tiny models
+have a tokenizer that was trained on the spot, as a model from scratch does; llama.cpp's converter knows tokenizers by a
+hash and refuses it, so tensors are compared with that one answer supplied ("gpt-2").
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def here(work: Callable[[], None]) -> dict[str, Any]:
 
 def convert(converter: str, folder: str, target: str) -> None:
     """llama.cpp's script as its command runs it."""
+    sys.path.insert(0, str(Path(converter).parent))
     sys.argv = [converter, folder, "--outtype", "f32", "--outfile", target]
     runpy.run_path(converter, run_name="__main__")
 
@@ -85,7 +86,8 @@ def compare(ours: Path, theirs: Path) -> dict[str, Any]:
     unequal = [
         name
         for name in sorted(both)
-        if our_tensors[name][:2] != their_tensors[name][:2] or not np.array_equal(our_tensors[name][2], their_tensors[name][2])
+        if our_tensors[name][:2] != their_tensors[name][:2]
+        or not np.array_equal(our_tensors[name][2], their_tensors[name][2])
     ]
     keys = set(our_settings) & set(their_settings)
     return {
@@ -135,7 +137,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         own = str(family_folder(root, "llama"))
-        print("a tokenizer of one's own:", here(lambda: convert(options.converter, own, str(root / "own.gguf"))), flush=True)
+        print(
+            "a tokenizer of one's own:",
+            here(lambda: convert(options.converter, own, str(root / "own.gguf"))),
+            flush=True,
+        )
         name_tokenizer(options.converter, "gpt-2")
         for name in options.only or [SMOL, *MODELS]:
             real = name == SMOL
@@ -148,7 +154,9 @@ def main() -> None:
             else:
                 row = {
                     "ours": here(lambda folder=folder, ours=ours: write_ours(str(folder), str(ours))),
-                    "theirs": here(lambda folder=folder, theirs=theirs: convert(options.converter, str(folder), str(theirs))),
+                    "theirs": here(
+                        lambda folder=folder, theirs=theirs: convert(options.converter, str(folder), str(theirs))
+                    ),
                 }
             if not row["ours"]["error"] and not row["theirs"]["error"]:
                 row |= compare(ours, theirs)

@@ -1,7 +1,7 @@
 """8- and 4-bit AdamW beside torchao's: state bytes, distance from fp32 AdamW, CPU time, sharding, checkpoints.
 
     pip install torchao
-    PYTHONPATH=src:tests python benchmarks/decisions/optimizers.py OUT.json [sharded uneven cost accuracy]
+    PYTHONPATH=src:tests python benchmarks/decisions/optimizers.py OUT.json [sharded uneven rule cost accuracy]
 
 A Llama of 0.9M parameters learns the demo's pairs for 100 steps with fp32 AdamW and with each contestant, from the same
 weights and batches. `distance` is ‖p − p_fp32‖ / ‖p_fp32 − p_0‖: 0 is fp32's result, 1 is as far from it as the start.
@@ -123,6 +123,7 @@ def accuracy(folder: Path) -> dict[str, Any]:
             row = results.setdefault(name, {"loss": [], "distance": []})
             row["loss"].append(sum(losses[-10:]) / 10)
             row["distance"].append(((end - reference).norm() / (reference - begin).norm()).item())
+            print(f"seed {seed}, {name}: loss {row['loss'][-1]:.4f}, distance {row['distance'][-1]:.4f}", flush=True)
     return results
 
 
@@ -179,7 +180,7 @@ def sharded(name: str, folder: Path, world: int) -> dict[str, Any]:
             for p in trained.parameters():
                 full = torch.randn(p.shape, generator=generator) * 1e-3
                 rows = torch.chunk(full, world)[mesh.get_local_rank()]
-                p.grad = DTensor.from_local(rows.contiguous(), mesh, p.placements)
+                p.grad = DTensor.from_local(rows.contiguous(), mesh, p.placements, shape=p.shape, stride=p.stride())
             optimizer.step()
 
     def full() -> dict[str, torch.Tensor]:
@@ -238,6 +239,23 @@ def over_ranks(folder: Path, world: int, names: list[str]) -> dict[str, Any]:
     return results
 
 
+def rule() -> dict[int, float]:
+    """Share of SmolLM2-135M's parameters on rank 0 whose states torchao keeps in fp32, by number of ranks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from shardwise.config.schema import Model
+    from shardwise.nn.models.source import find_model
+
+    config = AutoConfig.from_pretrained(find_model(Model(name="smollm2-135m-instruct")).weights)
+    with torch.device("meta"):
+        shapes = [p.shape for p in AutoModelForCausalLM.from_config(config).parameters()]
+    shares = {}
+    for ranks in range(1, 9):
+        local = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]
+        shares[ranks] = sum(n for n in local if n < 4096 or n % 256) / sum(local)  # torchao.optim, _new_buffer
+    return shares
+
+
 def main() -> None:
     """Prints and writes all figures."""
     torch.set_num_threads(1)
@@ -246,6 +264,7 @@ def main() -> None:
         parts: dict[str, Callable[[], Any]] = {
             "sharded": lambda: over_ranks(folder, 2, list(contestants())),
             "uneven": lambda: over_ranks(folder, 3, ["ours 8-bit", "torchao 8-bit"]),
+            "rule": rule,
             "cost": cost,
             "accuracy": lambda: accuracy(folder),
         }

@@ -109,7 +109,9 @@ def main() -> None:
         results[kind] = {
             "requests": len(values["ours"]),
             "cpu_s": seconds,
-            "largest difference": {n: max(abs(a - b) for a, b in zip(values["ours"], v, strict=True)) for n, v in values.items()},
+            "largest difference": {
+                n: max(abs(a - b) for a, b in zip(values["ours"], v, strict=True)) for n, v in values.items()
+            },
             "same choices": {n: sum(a == b for a, b in zip(chosen["ours"], c, strict=True)) for n, c in chosen.items()},
         }
         print(kind, json.dumps(results[kind]), flush=True)

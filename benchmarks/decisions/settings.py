@@ -1,7 +1,7 @@
-"""Who sets which setting of RUN.yaml: recipes, examples, YAML blocks and commands of the documentation, DeepSpeed's table.
+"""Who sets which setting of RUN.yaml: recipes, examples, the documentation's YAML and commands, DeepSpeed's table.
 
-    PYTHONPATH=src python benchmarks/decisions/settings.py              # a line per setting that nobody sets
-    PYTHONPATH=src python benchmarks/decisions/settings.py --all
+PYTHONPATH=src python benchmarks/decisions/settings.py              # a line per setting that nobody sets
+PYTHONPATH=src python benchmarks/decisions/settings.py --all
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def main() -> None:
             except yaml.YAMLError:
                 continue
         set_by[where] = counts
-    pages = "\n".join(page.read_text() for page in ROOT.glob("docs/*.md") if page.name not in ("log.md", "decisions.md"))
+    pages = "\n".join(
+        page.read_text() for page in ROOT.glob("docs/*.md") if page.name not in ("log.md", "decisions.md")
+    )
     table = "\n".join(file.read_text() for file in DEEPSPEED.glob("*.py"))
     print(f"{len(every)} settings, {len(names)} of different names")
     for name in names:
@@ -81,7 +83,8 @@ def main() -> None:
         command = len(re.findall(rf"(?<![\w.]){re.escape(name)}=", pages))
         deepspeed = len(re.findall(rf'["\']{re.escape(name)}["\']', table))
         if "--all" in sys.argv or not any((*counts, command)):
-            print(f"{name:42} recipes {counts[0]:2} examples {counts[1]:2} docs {counts[2] + command:2} deepspeed {deepspeed}")
+            recipes, examples, docs = counts
+            print(f"{name:42} recipes {recipes:2} examples {examples:2} docs {docs + command:2} deepspeed {deepspeed}")
 
 
 if __name__ == "__main__":

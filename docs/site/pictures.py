@@ -95,13 +95,13 @@ FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
 
 def measured(figure: str, label: str) -> dict[str, Any]:
     """One cell: bytes that a rank holds at the peak of its step, by what they are for, and sends, by collective."""
-    from shardwise.foresight.rehearse.subprocess import apart
+    from shardwise.foresight.rehearse.subprocess import run_isolated
 
     _, ranks, node, cells = FIGURES[figure]
     settings = dict(cells[label])
     ranks, rank = settings.pop("ranks", ranks), settings.pop("rank", 0)
     model = EXPERTS if figure == "expert" else LLAMA
-    found: dict[str, Any] = apart(_cell, model, settings, ranks, rank, node)
+    found: dict[str, Any] = run_isolated(_cell, model, settings, ranks, rank, node)
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.families import config_of
 from transformers import AutoConfig
 
+from shardwise.config import axes
 from shardwise.config.axes import check_axes, check_model_axes
 from shardwise.config.combinations import first_clash
 from shardwise.config.load import load_run
@@ -20,6 +21,19 @@ from shardwise.distributed.mesh_diagram import axis_lines, picture
 
 def the_run(**parallel: Any) -> Run:
     return Run.model_validate({"model": "m", "data": {"train": "x"}, "objective": "causal", "parallel": parallel})
+
+
+@pytest.mark.parametrize("installed", [(2, 11), (2, 12), (2, 13)])
+def test_zbv_needs_a_torch_whose_split_backward_works(
+    installed: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(axes, "torch_version", lambda: installed)
+    check_axes(the_run(pipeline=2, schedule="interleaved"), 2)
+    if installed >= (2, 13):
+        check_axes(the_run(pipeline=2, schedule="zbv", zero=0), 2)
+        return
+    with pytest.raises(UserError, match=r"parallel\.schedule = 'zbv': needs torch 2\.13 or newer, and this is"):
+        check_axes(the_run(pipeline=2, schedule="zbv", zero=0), 2)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def the_run(folder: Path, name: str, family: str = "llama", **changes: Any) -> d
             "micro_batch_size": 1,
             "learning_rate": 3e-3,
             "warmup": 2,
-            "clip": CLIP,
+            "max_grad_norm": CLIP,
             "weight_decay": 0.1,
         },
         "precision": "fp32",

@@ -22,17 +22,22 @@ PRELOADED = [
     "torch.distributed.tensor.experimental",
     "torch.distributed.tensor.parallel",
     "transformers.generation",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    "transformers.tokenization_utils_tokenizers",
     "shardwise.foresight.prepare",
     "shardwise.parallel.parallelize",
     "shardwise.train.engine",
     "shardwise.train.loop",
     "support.scenarios",
+    "support.frozen_heap",
 ]
 
 
-def _context() -> Any:
+def forking() -> Any:
+    """Starts processes that have imported what is preloaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -72,7 +77,7 @@ def run_ranks(
     """The function's result on each rank, in order."""
     import torch
 
-    context = _context()
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         children = [
             context.Process(target=_rank, args=(function, r, ranks, folder, env or {}, args)) for r in range(ranks)

@@ -337,15 +337,19 @@ def export_and_watch(checkpoint: str, target: str, shard_size: int) -> int:
     """Exports, and returns by how much this process's resident memory grew at its peak."""
     from pathlib import Path
 
-    from shardwise.checkpoint.hf import export_checkpoint
+    from shardwise.checkpoint.hf import ExportOptions, export_checkpoint
 
     def resident(name: str) -> int:
         return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 
-    export_checkpoint(Path(checkpoint), Path(target), "fp32", shard_size)  # imports what is not to be measured
+    export_checkpoint(
+        Path(checkpoint), Path(target), ExportOptions(dtype="fp32", shard_size=shard_size)
+    )  # imports what is not to be measured
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    export_checkpoint(Path(checkpoint), Path(target), "fp32", shard_size, overwrite=True)
+    export_checkpoint(
+        Path(checkpoint), Path(target), ExportOptions(dtype="fp32", shard_size=shard_size, overwrite=True)
+    )
     return resident("VmHWM") - before
 
 

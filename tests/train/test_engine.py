@@ -71,7 +71,7 @@ def test_default_optimizer_trains(tmp_path: Path) -> None:
 
 
 def test_mistakes_name_the_field() -> None:
-    with pytest.raises(UserError, match="did you mean accumulate"):
-        _check({"acumulate": 2})
+    with pytest.raises(UserError, match="did you mean gradient_accumulation_steps"):
+        _check({"gradient_acumulation_steps": 2})
     with pytest.raises(UserError, match=r"config\.parallel\.zero"):
         _check({"parallel": {"zero": 7}})

@@ -418,7 +418,7 @@ def export(
 
     Of an adapter run it is the adapter, as PEFT writes it.
     """
-    from shardwise.checkpoint.hf import DTYPES, find_checkpoint
+    from shardwise.checkpoint.hf import DTYPES, ExportOptions, find_checkpoint
     from shardwise.config.units import parse_size
     from shardwise.export.command import Check, export_folder, export_gguf
     from shardwise.export.hub import check_hub
@@ -445,35 +445,23 @@ def export(
         if allow_missing_tensors:
             problem = "is for Hugging Face folders: a GGUF file never has such tensors"
             raise UserError("--allow-missing-tensors", True, problem, "leave it out")
-        done = export_gguf(
-            checkpoint,
-            target,
-            gguf,
-            overwrite,
-            _say,
-            changed_tokenizer,
-            check_mode,
-            allow_unreadable,
-            trust_remote_code,
-        )
+        options = ExportOptions(overwrite=overwrite, changed_tokenizer=changed_tokenizer, trust=trust_remote_code)
+        done = export_gguf(checkpoint, target, gguf, options, _say, check_mode, allow_unreadable)
     else:
         if allow_unreadable:
             raise UserError("--allow-unreadable", True, "is for GGUF files", "add --gguf with a type, or leave it out")
         source = find_checkpoint(Path(checkpoint).expanduser())
         _say(f"exporting {source}")
-        done = export_folder(
-            source,
-            target,
+        options = ExportOptions(
             dtype,
             size,
             overwrite,
-            _say,
             changed_tokenizer=changed_tokenizer,
-            check=check_mode,
             merged=merged,
             allow_missing=allow_missing_tensors,
             trust=trust_remote_code,
         )
+        done = export_folder(source, target, options, _say, check_mode)
     for line in (done.checked or "not checked").splitlines():
         _say(line)
     print(f"the model lies in {target}")
@@ -510,6 +498,7 @@ def chat(
 
     from shardwise.export.inference import load_for_inference
     from shardwise.nn.generate import Sampling
+    from shardwise.serve.chat import Conversation
     from shardwise.serve.chat import chat as run_chat
 
     def load(name: str) -> tuple[Any, Any]:
@@ -517,7 +506,8 @@ def chat(
 
     loaded, tokenizer = load(model)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model, load, compare)
+    conversation = Conversation(loaded, tokenizer, sampling, system)
+    run_chat(conversation, prompt, Console(), model, load, compare)
 
 
 @app.command(epilog=_examples(

@@ -5,6 +5,7 @@ Settings that do not combine with an axis are in the table of `config/combinatio
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from shardwise.config.schema import Parallel, Run
@@ -12,6 +13,7 @@ from shardwise.core.errors import UserError
 
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+ZBV_SINCE = (2, 13)  # of torch: earlier ones lose nodes of the graph between the two parts of a backward
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -51,6 +53,18 @@ def check_axes(run: Run, ranks: int) -> None:
         raise UserError(
             "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(stage, parallel.expert)}"
         )
+    if parallel.pipeline > 1 and parallel.schedule == "zbv" and torch_version() < ZBV_SINCE:
+        since = ".".join(map(str, ZBV_SINCE))
+        problem = f"needs torch {since} or newer, and this is {version('torch')}"
+        raise UserError(
+            "parallel.schedule", "zbv", problem, "use schedule: interleaved or 1f1b, or install a newer torch"
+        )
+
+
+def torch_version() -> tuple[int, int]:
+    """Of the torch that is installed, without importing it."""
+    major, minor = version("torch").split(".")[:2]
+    return int(major), int(minor)
 
 
 def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:

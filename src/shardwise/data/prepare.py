@@ -70,6 +70,12 @@ class Prepared:
     eval: list[PreparedSource]
     fingerprint: str
     share: float
+    digests: tuple[str, ...] = ()  # of the sources' contents, those for training first
+
+    @property
+    def counts(self) -> list[int | None]:
+        """Rows of each source, where mixing needs them."""
+        return [source.rows for source in self.train + self.eval]
 
     @property
     def complete(self) -> bool:
@@ -94,6 +100,14 @@ class Prepared:
         return sum(int(s.facts[name]) for s in self.train if s.facts is not None)
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What reading the sources gave: digests of their contents, and counts of rows where mixing needs them."""
+
+    digests: list[str]
+    rows: list[int | None]
+
+
 ProgressReport = Callable[
     [int, int, int | None, int], None
 ]  # source, its rows so far, all its rows if known, tokens so far
@@ -110,8 +124,12 @@ def prepare_data(
     purpose: Purpose = "causal",
     labels: tuple[str, ...] = (),
     stops: tuple[str, ...] = (),
+    read: Contents | None = None,
 ) -> Prepared:
-    """Loads or builds the token stores of all sources; `early` returns as soon as training can start."""
+    """Loads or builds the token stores of all sources; `early` returns as soon as training can start.
+
+    `read`: what another process found when it read the sources, which are not read again then.
+    """
     share = data.eval_share
     specs = [
         Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary, purpose, labels, stops)
@@ -122,7 +140,7 @@ def prepare_data(
         Spec(f"data.eval.{i}", i, s, unrefined, seed, 0.0, vocabulary, purpose, labels, stops)
         for i, s in enumerate(data.eval_sources)
     ]
-    digests = [content_digest(spec.source, spec.field) for spec in specs]
+    digests = [content_digest(spec.source, spec.field) for spec in specs] if read is None else read.digests
     everything = hashlib.sha256("".join(digests).encode()).hexdigest()
     shape = " ".join([template_fingerprint(tokenizer), *stops])
     folders = [
@@ -133,17 +151,17 @@ def prepare_data(
     alive: Callable[[], bool] = lambda: False  # noqa: E731
     if missing:
         alive = _build_stores(specs, folders, tokenizer, say, early, progress)
-    counted = _counts_needed(data)
+    rows = _row_counts(specs, _counts_needed(data)) if read is None else read.rows
     sources = [
         PreparedSource(
-            spec, folder, TokenStore(folder / "train", alive), TokenStore(folder / "eval", alive),
-            count_rows(spec.source, spec.field) if counted and spec.trains else None, i not in missing,
+            spec, folder, TokenStore(folder / "train", alive), TokenStore(folder / "eval", alive), rows[i],
+            i not in missing,
         )
         for i, (spec, folder) in enumerate(zip(specs, folders, strict=True))
     ]  # fmt: skip
     train, evaluation = sources[: len(data.train)], sources[len(data.train) :]
     fingerprint = _fingerprint(digests[: len(train)], shape, data, seed, share, purpose, labels)
-    prepared = Prepared(train, evaluation, fingerprint, share)
+    prepared = Prepared(train, evaluation, fingerprint, share, tuple(digests))
     if not early:
         prepared.wait()
     _check(prepared, vocabulary)
@@ -164,6 +182,10 @@ def _check(prepared: Prepared, vocabulary: int | None) -> None:
         problem = "nothing could be held out: every source has a single row"
         remedy = "give data.eval files of its own, or write the data as several rows"
         raise UserError("data.eval", prepared.share, problem, remedy)
+
+
+def _row_counts(specs: list[Spec], needed: bool) -> list[int | None]:
+    return [count_rows(spec.source, spec.field) if needed and spec.trains else None for spec in specs]
 
 
 def _counts_needed(data: Data) -> bool:

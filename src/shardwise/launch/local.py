@@ -48,7 +48,7 @@ def launch(resolved: ResolvedRun) -> None:
     for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*"), *logs.glob(FAILURE)):
         earlier.unlink()
     restarts = Restarts(resolved)
-    with freed(resolved.output, kept_after=Lost), _Signals() as signals, _record_failure(logs / FAILURE):
+    with freed(resolved.output, resumable=Lost), _Signals() as signals, _record_failure(logs / FAILURE):
         for number in itertools.count(1):
             try:
                 return _attempt(resolved, signals)

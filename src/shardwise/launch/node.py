@@ -286,7 +286,7 @@ class Node:
     def _newest(self) -> int:
         """Newest step of the checkpoints, and of in-memory copies of which this host has a part."""
         output = self._settings.output
-        return max(newest_step(output / "checkpoints"), newest_copy(output, self._settings.name, whole=False))
+        return max(newest_step(output / "checkpoints"), newest_copy(output, self._settings.name, complete_only=False))
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # whoever listened may be gone

