@@ -53,11 +53,14 @@ def check_axes(run: Run, ranks: int) -> None:
         raise UserError(
             "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(stage, parallel.expert)}"
         )
-    if parallel.pipeline > 1 and parallel.schedule == "zbv" and torch_version() < ZBV_SINCE:
+    if parallel.pipeline > 1 and parallel.pipeline_schedule == "zbv" and torch_version() < ZBV_SINCE:
         since = ".".join(map(str, ZBV_SINCE))
         problem = f"needs torch {since} or newer, and this is {version('torch')}"
         raise UserError(
-            "parallel.schedule", "zbv", problem, "use schedule: interleaved or 1f1b, or install a newer torch"
+            "parallel.pipeline_schedule",
+            "zbv",
+            problem,
+            "use pipeline_schedule: interleaved or 1f1b, or install a newer torch",
         )
 
 
