@@ -52,7 +52,7 @@ def test_every_number_of_hosts_is_checked_before_the_start(tmp_path: Path) -> No
     text = str(refused.value)
     assert "with 3 of 2:4 hosts (3 ranks)" in text and "train.batch_size = 16" in text
     assert "use a multiple of 12, e.g. 12" in text
-    with pytest.raises(UserError, match=r"parallel\.shard"):
+    with pytest.raises(UserError, match=r"parallel\.dp_shard_size"):
         check_sizes(load_run(tiny_run(tmp_path, parallel__dp_shard_size=4, parallel__zero=3)).run, Hosts(1, 3), 4 // 2)
 
 

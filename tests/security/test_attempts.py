@@ -52,7 +52,7 @@ WEAKENED = [
     ("16 KB of zstd that are one row of 512 MB", "shardwise.data.streams", "ZSTD_STEP", 1 << 17),
     ("--env HF_TOKEN=… in launch.json", "shardwise.launch.command", "_without_secrets", lambda text, _: text),
     ("a pickle bomb hidden in a sound index", "shardwise.core.safe_pickle", "_Index", pickle.Unpickler),
-    ("a key in the message of a failure (failure note, log)", "shardwise.launch.worker", "hide", str),
+    ("a key in the message of a failure (failure note, log)", "shardwise.launch.worker", "redact", str),
 ]
 
 
