@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint.store import MODEL, RUN, STATE, load_tensors
+from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Model, Run
 from shardwise.core.errors import UserError
 from shardwise.core.safe_pickle import SafeReader
@@ -51,7 +52,7 @@ def write_adapter_config(folder: Path, model: Any, job: ResolvedRun) -> None:
 
 def read_run(checkpoint: Path) -> Run:
     """Returns the run that wrote a checkpoint."""
-    return Run.model_validate_json((checkpoint / RUN).read_text())
+    return Run.model_validate(read_saved(checkpoint / RUN))
 
 
 def holds_adapter(checkpoint: Path) -> bool:
@@ -105,7 +106,7 @@ def base_of(folder: Path) -> ModelSource:
     """Returns the base model of an adapter's folder: as the run named it, or as PEFT's config does."""
     run_file = folder / "shardwise_run.json"
     if run_file.is_file():
-        return find_base(Run.model_validate_json(run_file.read_text()))[0]
+        return find_base(Run.model_validate(read_saved(run_file)))[0]
     config = read_config(folder)
     base = config.get("base_model_name_or_path")
     if not base:

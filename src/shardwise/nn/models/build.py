@@ -215,7 +215,7 @@ def fill_random(
             if recursive:
                 _initialise(unit, owner)
             else:
-                owner._init_weights(unit)
+                init_weights(owner, unit)
         for key, target in unit_targets.items():
             full_name = f"{name}.{key}" if name else key
             values = unit.get_parameter(key).detach()
