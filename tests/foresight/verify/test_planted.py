@@ -73,5 +73,5 @@ def test_the_broken_claim_is_named(
     difference = certificate.failure.difference
     if bug == "softcap_dropped":  # noticed before the first step, on the model as it is built
         assert "predicts something else than with eager attention" in certificate.failure.why
-    elif bug != "updates_never_gathered":
+    elif bug not in ("updates_never_gathered", "a_block_left_unsharded"):  # these end in an error
         assert difference is not None and difference.first and difference.first in certificate.failure.why
