@@ -13,12 +13,16 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what tests/slow.txt lists."""
+    """Marks what tests/slow.txt lists; skips runs that the version of torch is refused for."""
+    from shardwise.config.axes import ZBV_SINCE, torch_version
+
     here = Path(__file__).parent
     wanted = set((here / "slow.txt").read_text().splitlines())
     for item in items:
         if f"tests/{item.path.relative_to(here)}::{item.nodeid.partition('::')[2]}" in wanted:
             item.add_marker(pytest.mark.slow)
+        if torch_version() < ZBV_SINCE and ("schedule=zbv" in item.nodeid or item.nodeid.endswith("[zbv]")):
+            item.add_marker(pytest.mark.skip(reason="zbv is refused for this torch"))
 
 
 def pytest_configure() -> None:

@@ -11,6 +11,7 @@ from support import pipelines
 from support.ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 
+from shardwise.config.axes import ZBV_SINCE, torch_version
 from shardwise.foresight.zoo.run import tiny_case
 from shardwise.nn.tiny.case import CannotParallelize, TinyCase
 from shardwise.parallel.pipeline.comm import decode_ports, encode_ports
@@ -19,6 +20,7 @@ from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
 from shardwise.parallel.pipeline.stage import Boundary, ShardLayout, StageInput, StageIO
 
+HAS_ZBV = torch_version() >= ZBV_SINCE  # earlier ones lose gradients: T5's were 0.67 of the largest apart on 2.11
 STYLES: list[tuple[Any, int]] = [
     ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2),
 ]  # fmt: skip
@@ -104,7 +106,8 @@ def test_every_schedule_computes_what_one_process_does() -> None:
 
 
 def test_zero_bubble_and_a_model_with_two_stacks() -> None:
-    for found in run_ranks(pipelines.by_schedules, 2, [("t5", "seq2seq")], [("1f1b", 1), ("zbv", 2)], 4):
+    styles = [("1f1b", 1), ("zbv", 2)] if HAS_ZBV else [("1f1b", 1)]
+    for found in run_ranks(pipelines.by_schedules, 2, [("t5", "seq2seq")], styles, 4):
         assert right(found), found
 
 
@@ -127,7 +130,7 @@ def test_stages_are_sharded_and_recompute() -> None:
 def test_every_zero_stage_with_every_schedule() -> None:
     styles = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
     cases = [(*style, zero, again) for style in styles for zero in range(4) for again in (False, True)]
-    cases += [("zbv", 2, zero, False) for zero in range(3)]
+    cases += [("zbv", 2, zero, False) for zero in range(3) if HAS_ZBV]
     for found in run_ranks(pipelines.with_shards, 4, "gpt2", cases):
         assert right(found), found
 
